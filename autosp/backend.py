@@ -1,0 +1,131 @@
+"""The Dynamo backend: compile one graph for this rank, check agreement each step, run.
+
+`torch.compile(model, backend="autosp")` uses `autosp`; `autosp.backend(...)` makes one with options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import compile_fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from .cost_model.plan import Plan
+from .kernels import agree
+from .mesh import World, resolve
+from .passes import recognise
+from .passes.pipeline import Compiled, Settings, compile_graph
+
+
+class Backend:
+    """A callable that `torch.compile` accepts as `backend=`. `plan` is that of the last graph it compiled."""
+
+    def __init__(self, mesh: DeviceMesh | None, settings: Settings, check_batch: bool = True) -> None:
+        self.mesh, self.settings, self.check_batch = mesh, settings, check_batch
+        self.plan: Plan | None = None
+        self.on_plan: Callable[[Plan], None] | None = None
+        self.__name__ = "autosp"  # what Dynamo calls it in messages
+
+    def world(self) -> World:
+        return resolve(self.mesh, self.settings.grad_sync)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        world = self.world()
+        try:
+            compiled = compile_graph(gm, example_inputs, world.spread, self.settings)
+            run = _compile(compiled, example_inputs, self.settings.compiler)
+        except Exception:
+            announce_failure(world)
+            raise
+        self.plan = compiled.plan
+        if self.on_plan is not None:
+            self.on_plan(compiled.plan)
+        return _Step(compiled, run, world, self.check_batch)
+
+
+class _Step:
+    """One compiled step: agree, then run."""
+
+    def __init__(self, compiled: Compiled, run: Callable[..., Any], world: World, check_batch: bool) -> None:
+        self._run, self._world = run, world
+        self._takes_seed = compiled.takes_seed
+        self._data = tuple(i for i, item in enumerate(compiled.captured.inputs) if item.kind == "data")
+        self._plan = agree.text_hash(compiled.plan.fingerprint)
+        self._check = check_batch
+
+    def __call__(self, *args: Tensor) -> Any:
+        seed = int(torch.randint(1 << 62, ()).item()) if self._takes_seed else 0
+        world = self._world
+        if world.everyone is not None and world.everyone.size() > 1 and (self._check or self._takes_seed):
+            data = [args[i] for i in self._data]
+            batch = agree.batch_hash(data) if self._check else 0
+            messages = agree.exchange([agree.READY, self._plan, batch, seed], world.everyone, world.device)
+            agree.judge(messages, world.spread.ranks)
+            seed = messages[world.dp_rank * world.spread.ranks][3]
+        if not self._takes_seed:
+            return self._run(*args)
+        mixed = (seed + world.dp_rank * 0x9E3779B97F4A7C15) % (1 << 62)
+        return self._run(*args, torch.tensor(mixed, dtype=torch.int64, device=args[0].device if args else world.device))
+
+
+def announce_failure(world: World) -> None:
+    """Tell ranks that wait for this one's message that it will not come to a collective."""
+    if world.everyone is not None and world.everyone.size() > 1:
+        agree.exchange([agree.FAILED, 0, 0, 0], world.everyone, world.device)
+
+
+def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:
+    """The local graph through AOTAutograd and PyTorch's partitioner, then Inductor or eager kernels."""
+    inputs = list(example_inputs)
+    if compiled.takes_seed:
+        inputs.append(torch.zeros((), dtype=torch.int64, device=inputs[0].device))
+    with fx.traceback.preserve_node_meta():
+        if compiler == "inductor":
+            return compile_fx(compiled.module, inputs)
+        return aot_module_simplified(
+            compiled.module,
+            inputs,
+            fw_compiler=_eager,
+            bw_compiler=_eager,
+            inference_compiler=_eager,
+            partition_fn=min_cut_rematerialization_partition,
+            keep_inference_input_mutations=True,
+        )
+
+
+def _eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    return make_boxed_func(module.forward)
+
+
+def backend(
+    *,
+    mesh: DeviceMesh | None = None,
+    compiler: str = "inductor",
+    strategy: str | None = None,
+    outputs: str = "local",
+    grad_sync: str = "autosp",
+    seq_dim: int | Mapping[str, int] = 1,
+    check_batch: bool = True,
+) -> Backend:
+    """A backend for `torch.compile` with options; see `autosp.parallelize` for what they mean."""
+    recognise.install()
+    return Backend(mesh, Settings(strategy, outputs, seq_dim, compiler, grad_sync), check_batch)
+
+
+_plain: Backend | None = None
+
+
+def autosp(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The entry point `torch.compile(..., backend="autosp")` finds: all options at their defaults."""
+    global _plain
+    if _plain is None:
+        _plain = backend()
+    return _plain(gm, example_inputs)
+
+
+recognise.install()  # torch.compile(backend="autosp") loads this module before it traces anything

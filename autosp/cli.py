@@ -1,0 +1,93 @@
+"""The command line: `autosp check` and `autosp demo`."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="autosp",
+    help="Train an ordinary PyTorch model sequence-parallel, exactly.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+MODEL_HELP = "file.py:factory or package.module:factory, returning (module, inputs); or a transformers model type such as llama"
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    ranks: Annotated[int | None, typer.Option(min=1, help="gloo ranks; 4 if neither this nor --mesh is given")] = None,
+    seq_len: Annotated[int, typer.Option(min=1, help="tokens, for a transformers model type")] = 96,
+    batch: Annotated[int, typer.Option(min=1, help="sequences, for a transformers model type")] = 2,
+    dtype: Annotated[str | None, typer.Option(help="float64 or float32; float64 if not given, or float32 for experts")] = None,
+    strategy: Annotated[str | None, typer.Option(help="all-to-all or gather-kv for every attention")] = None,
+    mesh: Annotated[str | None, typer.Option(help="such as dp=2,sp=2")] = None,
+    compiler: Annotated[str, typer.Option(help="aot_eager or inductor")] = "aot_eager",
+    timeout: Annotated[float, typer.Option(min=1, help="seconds for the whole run")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print only JSON")] = False,
+) -> None:
+    """Run MODEL on one process and on several ranks, and compare the loss and every gradient.
+
+    Exit code 0: exact. 1: mismatch. 2: refused, with the reason.
+    """
+    from autosp.model_spec import DTYPES, ModelSpec, run_check
+    from autosp.render import print_report
+
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}", param_hint="--dtype")
+    shape = parse_mesh(mesh, ranks)
+    options = {"compiler": compiler} | ({"strategy": strategy} if strategy else {})
+    report = run_check(ModelSpec(model, seq_len, batch, dtype), shape, options, timeout)
+    if as_json:
+        sys.stdout.write(report.to_json() + "\n")
+    else:
+        print_report(report, Console())
+    raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 8,
+    seq_len: Annotated[int, typer.Option(min=8, help="bytes in a sequence")] = 8192,
+    ranks: Annotated[int, typer.Option(min=1, help="gloo ranks on this machine's CPU")] = 4,
+    strategy: Annotated[str | None, typer.Option(help="all-to-all or gather-kv; autosp's choice if not given")] = None,
+    compiler: Annotated[str, typer.Option(help="aot_eager or inductor")] = "aot_eager",
+    out: Annotated[Path, typer.Option(help="where the loss curve is saved, a PNG")] = Path("autosp-demo.png"),
+) -> None:
+    """Train a byte-level Llama on the Python standard library's sources, on several ranks and on one, and compare."""
+    from autosp.demo import Settings, run_demo
+
+    run_demo(Settings(steps=steps, seq_len=seq_len, ranks=ranks, strategy=strategy, compiler=compiler), out, Console())
+
+
+def parse_mesh(mesh: str | None, ranks: int | None) -> dict[str, int]:
+    """{"sp": ranks}, or the axes named in `mesh` ("dp=2,sp=2": dp before sp).
+
+    Raises `typer.BadParameter` for anything else, or if `ranks` contradicts `mesh`.
+    """
+    if mesh is None:
+        return {"sp": ranks or 4}
+    try:
+        shape = {name.strip(): int(size) for name, size in (part.split("=") for part in mesh.split(","))}
+    except ValueError:
+        shape = {}
+    if list(shape) not in (["sp"], ["dp", "sp"]) or min(shape.values()) < 1:
+        raise typer.BadParameter(f"{mesh!r} is neither sp=N nor dp=N,sp=M", param_hint="--mesh")
+    if ranks is not None and math.prod(shape.values()) != ranks:
+        raise typer.BadParameter(f"{mesh} has {math.prod(shape.values())} ranks, --ranks says {ranks}", param_hint="--mesh")
+    return shape
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

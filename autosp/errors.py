@@ -1,0 +1,10 @@
+"""Every error autosp raises on purpose, in one place to import from; each is defined where it is raised."""
+
+from .kernels.agree import DisagreementError
+from .kernels.errors import AutospError
+from .mesh import MeshError
+from .passes.capture import CaptureError
+from .passes.pipeline import SequenceError, StrategyError
+from .passes.verify import VerificationError
+
+__all__ = ["AutospError", "CaptureError", "DisagreementError", "MeshError", "SequenceError", "StrategyError", "VerificationError"]

@@ -1,0 +1,145 @@
+"""One line: `model = autosp.parallelize(model, mesh)`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
+
+import torch
+import torch._dynamo
+from torch.distributed.device_mesh import DeviceMesh
+
+from .backend import Backend, announce_failure
+from .kernels.agree import DisagreementError
+from .kernels.errors import AutospError
+from .passes import recognise
+from .passes.capture import CaptureError
+from .passes.pipeline import Settings
+
+T = TypeVar("T")
+
+
+@overload
+def parallelize(target: T, mesh: DeviceMesh | None = None, **options: Any) -> T: ...
+@overload
+def parallelize(target: None = None, mesh: DeviceMesh | None = None, **options: Any) -> Callable[[T], T]: ...
+
+
+def parallelize(
+    target: Any = None,
+    mesh: DeviceMesh | None = None,
+    *,
+    compiler: str = "inductor",
+    strategy: str | None = None,
+    outputs: str = "local",
+    grad_sync: str = "autosp",
+    seq_dim: int | Mapping[str, int] = 1,
+    check_batch: bool = True,
+) -> Any:
+    """Make a model, a class of models or a function run sequence-parallel; call it exactly as before.
+
+    Every rank of an `sp` group calls it with the same global batch. `.loss` and `.grad` are those of the single-device
+    run. After the first call, `target.autosp_plan` says what was chosen and why.
+
+    mesh: DeviceMesh with an axis `sp` and optionally `dp` before it; default: at the first call, that of
+        `autosp.use_mesh`, else one axis over the default process group.
+    compiler: "inductor", or "aot_eager" (no code generation: quick to start, slower to run).
+    strategy: "all-to-all", "gather-kv", or None to let autosp choose for each attention.
+    outputs: "local" leaves outputs that carry the sequence as each rank's own part (the plan says which),
+        "gather" returns them whole on every rank.
+    grad_sync: "autosp" sums parameter gradients over sp and averages them over dp; "external" leaves averaging over
+        all ranks to the user's DDP or FSDP.
+    seq_dim: hint where inputs carry the sequence: a dimension, or {argument name: dimension}.
+    check_batch: compare the batch across ranks at every step (one small all-gather).
+
+    Raises, at the first call: CaptureError for a graph break, SequenceError for a sequence shorter than the ranks,
+    MeshError for a mesh without an sp axis; at any call DisagreementError when ranks disagree. StrategyError at once for unknown options.
+    """
+    settings = Settings(strategy, outputs, seq_dim, compiler, grad_sync)
+    if target is None:
+        return lambda t: _wrap(t, mesh, settings, check_batch)
+    return _wrap(target, mesh, settings, check_batch)
+
+
+def _wrap(target: Any, mesh: DeviceMesh | None, settings: Settings, check_batch: bool) -> Any:
+    if isinstance(target, type) and issubclass(target, torch.nn.Module):
+        return _wrap_class(target, mesh, settings, check_batch)
+    if isinstance(target, torch.nn.Module):
+        runner = _Runner(target._call_impl, Backend(mesh, settings, check_batch))
+        runner.backend.on_plan = functools.partial(_set_plan, target)
+        # What `Module.compile()` sets: calling the module runs this instead, and nothing else about it changes
+        # (its class, state_dict keys and pickle are the plain module's).
+        target._compiled_call_impl = runner
+        return target
+    if callable(target):
+        function = _Runner(target, Backend(mesh, settings, check_batch))
+        functools.update_wrapper(function, target)
+        function.backend.on_plan = functools.partial(_set_plan, function)
+        return function
+    raise AutospError(f"autosp.parallelize takes a module, a class of modules or a function, not {type(target).__name__}")
+
+
+def _wrap_class(cls: type[torch.nn.Module], mesh: DeviceMesh | None, settings: Settings, check_batch: bool) -> type[torch.nn.Module]:
+    """Instances run in parallel however they come to be: built, copied or loaded."""
+
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.nn.Module.__call__(self, *args, **kwargs)
+        if self._compiled_call_impl is None:
+            _wrap(self, mesh, settings, check_batch)
+        return torch.nn.Module.__call__(self, *args, **kwargs)
+
+    cls.__call__ = call  # type: ignore[method-assign]
+    return cls
+
+
+def _set_plan(target: Any, plan: Any) -> None:
+    object.__setattr__(target, "autosp_plan", plan)
+
+
+class _Runner:
+    """The compiled call, with errors that speak of the user's model instead of the compiler."""
+
+    def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
+        self.backend = backend
+        self._compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recognise.install()
+        try:
+            with torch._dynamo.config.patch(ignore_logging_functions=_quiet(), **_DYNAMO):
+                return self._compiled(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as e:
+            if isinstance(e.inner_exception, AutospError):
+                raise e.inner_exception from None
+            raise
+        except DisagreementError:
+            raise
+        except torch._dynamo.exc.Unsupported as e:
+            announce_failure(self.backend.world())
+            raise CaptureError(_explain(e)) from None
+
+
+_DYNAMO = {"recompile_limit": 64}  # each sequence length is a graph of its own
+
+
+def _quiet() -> set[Callable[..., Any]]:
+    """Logging calls that models make in forward, which would break the graph."""
+    from torch._dynamo import config
+
+    quiet = set(config.ignore_logging_functions)
+    quiet |= {getattr(logging.Logger, name) for name in ("debug", "info", "warning", "error")}
+    for name in ("warning_once", "warning_advice", "info_once"):
+        method = getattr(logging.Logger, name, None)  # transformers adds these to the standard logger
+        if method is not None:
+            quiet.add(method)
+    return quiet
+
+
+def _explain(error: Exception) -> str:
+    return (
+        f"the model does not trace into one graph, so it cannot run sequence-parallel as a whole.\n{error}\n"
+        "Fix: rewrite the line above so that it does not depend on values, or parallelize the part of the model that traces."
+    )

@@ -1,0 +1,271 @@
+"""Collectives and their transposes, as functional collectives that a compiler can see.
+
+The pairs are those of the design's table: what a value is (replicated, varying, sharded, partial) fixes
+which collective the cotangent needs. Every function here is differentiable, takes the group by name and
+static Python numbers for everything else, and does nothing on one rank.
+
+x: any shape; the sharded dimension is `dim`, which may carry the sequence merged with others as
+[outer, sequence, inner].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layout import Interval, Intervals, Layout, Shards, size
+
+_c10d = torch.ops._c10d_functional
+
+
+def _wait(x: Tensor) -> Tensor:
+    return _c10d.wait_tensor(x)
+
+
+def _all_reduce(x: Tensor, group: str) -> Tensor:
+    return _wait(_c10d.all_reduce(x.contiguous(), "sum", group))
+
+
+# Sequence axis ------------------------------------------------------------------------------------
+
+
+def take(x: Tensor, dim: int, intervals: Intervals) -> Tensor:
+    """The positions of `intervals` along `dim`, in their order."""
+    pieces = [x.narrow(dim, start, stop - start) for start, stop in intervals]
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
+
+
+def _on_axis(x: Tensor, dim: int, length: int, outer: int, inner: int, act: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Apply `act(x, axis)` to the sequence axis of a merged dimension and merge it again."""
+    if outer == inner == 1:
+        return act(x, dim)
+    shape = list(x.shape)
+    y = act(x.reshape(*shape[:dim], outer, length, inner, *shape[dim + 1 :]), dim + 1)
+    return y.reshape(*shape[:dim], outer * y.shape[dim + 1] * inner, *shape[dim + 1 :])
+
+
+def _padded_rows(x: Tensor, rows: int) -> Tensor:
+    """x: [n, ...] with n <= rows, zero rows added at the end."""
+    if x.shape[0] == rows:
+        return x.contiguous()
+    return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
+
+
+def _all_gather(x: Tensor, dim: int, shards: Shards, group: str) -> Tensor:
+    """The whole axis from each rank's intervals; uneven shards are padded to the longest."""
+    ranks, most = len(shards), max(map(size, shards))
+    rows = _padded_rows(x.movedim(dim, 0), most)
+    whole = _wait(_c10d.all_gather_into_tensor(rows, ranks, group))
+    held = []
+    for rank, intervals in enumerate(shards):
+        at = rank * most
+        for start, stop in intervals:
+            held.append((start, at, stop - start))
+            at += stop - start
+    in_order = [(at, count) for _, at, count in sorted(held)]
+    runs: list[Interval] = []
+    for at, count in in_order:
+        if runs and runs[-1][1] == at:
+            runs[-1] = (runs[-1][0], at + count)
+        else:
+            runs.append((at, at + count))
+    return take(whole, 0, tuple(runs)).movedim(0, dim)
+
+
+def _reduce_scatter(x: Tensor, dim: int, shards: Shards, rank: int, group: str) -> Tensor:
+    """The sum over ranks of the whole axis, of which each rank keeps its own intervals."""
+    most = max(map(size, shards))
+    rows = x.movedim(dim, 0)
+    packed = torch.cat([_padded_rows(take(rows, 0, s), most) for s in shards])
+    mine = _wait(_c10d.reduce_scatter_tensor(packed, "sum", len(shards), group))
+    return mine.narrow(0, 0, size(shards[rank])).movedim(0, dim)
+
+
+class _Pair(torch.autograd.Function):
+    """A linear map with its transpose given by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forth: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return forth(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.back(grad), None, None
+
+
+def _pair(x: Tensor, forth: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    return _Pair.apply(x, forth, back) if x.is_floating_point() else forth(x)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def vary(x: Tensor, group: str) -> Tensor:
+    """Replicated value into local use: identity; the cotangent is summed over ranks."""
+    return _pair(x, _same, lambda g: _all_reduce(g, group))
+
+
+def psum(x: Tensor, group: str) -> Tensor:
+    """Partial into replicated: the sum over ranks; the cotangent passes as it is."""
+    return _pair(x, lambda v: _all_reduce(v, group), lambda g: g)
+
+
+def shard(x: Tensor, dim: int, shards: Shards, outer: int, inner: int, rank: int, group: str) -> Tensor:
+    """Replicated into sharded: a local cut; the cotangent is gathered."""
+    length = sum(map(size, shards))
+    return _pair(
+        x,
+        lambda v: _on_axis(v, dim, length, outer, inner, lambda y, d: take(y, d, shards[rank]).contiguous()),
+        lambda g: _on_axis(g, dim, size(shards[rank]), outer, inner, lambda y, d: _all_gather(y, d, shards, group)),
+    )
+
+
+def cut(x: Tensor, dim: int, shards: Shards, outer: int, inner: int, rank: int) -> Tensor:
+    """Varying into sharded: a local cut whose cotangent stays partial, for whoever made the value vary."""
+    length = sum(map(size, shards))
+    return _on_axis(x, dim, length, outer, inner, lambda y, d: take(y, d, shards[rank]))
+
+
+def gather(x: Tensor, dim: int, shards: Shards, outer: int, inner: int, rank: int, group: str) -> Tensor:
+    """Sharded into replicated: all-gather; each rank keeps its own cut of the cotangent."""
+    length = sum(map(size, shards))
+    return _pair(
+        x,
+        lambda v: _on_axis(v, dim, size(shards[rank]), outer, inner, lambda y, d: _all_gather(y, d, shards, group)),
+        lambda g: _on_axis(g, dim, length, outer, inner, lambda y, d: take(y, d, shards[rank]).contiguous()),
+    )
+
+
+def gather_varying(x: Tensor, dim: int, shards: Shards, outer: int, inner: int, rank: int, group: str) -> Tensor:
+    """Sharded into varying: all-gather; cotangents differ by rank, so they are reduce-scattered."""
+    length = sum(map(size, shards))
+    return _pair(
+        x,
+        lambda v: _on_axis(v, dim, size(shards[rank]), outer, inner, lambda y, d: _all_gather(y, d, shards, group)),
+        lambda g: _on_axis(g, dim, length, outer, inner, lambda y, d: _reduce_scatter(y, d, shards, rank, group)),
+    )
+
+
+def broadcast(x: Tensor, group: str) -> Tensor:
+    """Rank 0's value on every rank (for operators that draw random numbers); not differentiable."""
+    return _wait(_c10d.broadcast(x.detach().contiguous(), 0, group))
+
+
+# All-to-all ---------------------------------------------------------------------------------------
+
+
+def _all_to_all(flat: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    """flat: [sum(sent)] -> [sum(received)], in elements; the transpose swaps the two."""
+    return _pair(
+        flat,
+        lambda v: _wait(_c10d.all_to_all_single(v.contiguous(), received, sent, group)),
+        lambda g: _wait(_c10d.all_to_all_single(g.contiguous(), sent, received, group)),
+    )
+
+
+def relayout(x: Tensor, dim: int, source: Shards, target: Shards, outer: int, inner: int, rank: int, group: str) -> Tensor:
+    """Sharded into sharded in another order: each position goes straight to its new holder."""
+    length = sum(map(size, source))
+    src, dst = Layout(length, source), Layout(length, target)
+
+    def move(y: Tensor, axis: int) -> Tensor:
+        rows = y.movedim(axis, 0)
+        rest = rows.shape[1:].numel()
+        out = [sorted(src.overlap(rank, dst, r), key=lambda p: p[1]) for r in range(src.ranks)]
+        into = [sorted(src.overlap(r, dst, rank), key=lambda p: p[1]) for r in range(src.ranks)]
+        sent = torch.cat([take(rows, 0, tuple((a, a + n) for a, _, n in pieces)).reshape(-1) for pieces in out])
+        got = _all_to_all(sent, _counts(out, rest), _counts(into, rest), group)
+        placed, at = [], 0
+        for pieces in into:
+            for _, there, count in pieces:
+                placed.append((there, at, at + count))
+                at += count
+        order = tuple((a, b) for _, a, b in sorted(placed))
+        return take(got.reshape(-1, *rows.shape[1:]) if at else rows.narrow(0, 0, 0), 0, order).movedim(0, axis)
+
+    return _on_axis(x, dim, src.size(rank), outer, inner, move)
+
+
+def _counts(pieces: list[list[tuple[int, int, int]]], rest: int) -> list[int]:
+    return [sum(n for _, _, n in row) * rest for row in pieces]
+
+
+def to_heads(
+    x: Tensor, head_dim: int, seq_dim: int, heads: Sequence[Interval], shards: Shards, rank: int, group: str
+) -> Tensor:
+    """All heads of my positions -> my heads of all positions.
+
+    x: [.., all heads, .., my positions, ..]. `heads[r]` are those that rank r computes; a head that several
+    ranks need (fewer key/value heads than ranks) goes to each of them and to nobody else.
+    """
+    rows = x.movedim((head_dim, seq_dim), (0, 1))  # [heads, positions, *rest]
+    rest = rows.shape[2:].numel()
+    held, (first, last) = size(shards[rank]), heads[rank]
+    sent = torch.cat([rows[a:b].reshape(-1) for a, b in heads])
+    sizes = [(b - a) * held * rest for a, b in heads]
+    mine = last - first
+    received = [mine * size(s) * rest for s in shards]
+    got = _all_to_all(sent, sizes, received, group).split(received)
+    pieces = []
+    for part, intervals in zip(got, shards, strict=True):
+        block, at = part.reshape(mine, size(intervals), *rows.shape[2:]), 0
+        for start, stop in intervals:
+            pieces.append((start, block.narrow(1, at, stop - start)))
+            at += stop - start
+    whole = torch.cat([piece for _, piece in sorted(pieces, key=lambda p: p[0])], 1)
+    return whole.movedim((0, 1), (head_dim, seq_dim))
+
+
+def to_sequence(
+    x: Tensor, head_dim: int, seq_dim: int, heads: Sequence[Interval], shards: Shards, rank: int, group: str
+) -> Tensor:
+    """My heads of all positions -> all heads of my positions: the way back from `to_heads`.
+
+    x: [.., my heads, .., all positions, ..]; `heads` must be a partition of all heads in rank order.
+    """
+    rows = x.movedim((head_dim, seq_dim), (0, 1))
+    rest = rows.shape[2:].numel()
+    mine = heads[rank][1] - heads[rank][0]
+    sent = torch.cat([take(rows, 1, s).reshape(-1) for s in shards])
+    sizes = [mine * size(s) * rest for s in shards]
+    held = size(shards[rank])
+    received = [(b - a) * held * rest for a, b in heads]
+    got = _all_to_all(sent, sizes, received, group).split(received)
+    blocks = [g.reshape(b - a, held, *rows.shape[2:]) for g, (a, b) in zip(got, heads, strict=True)]
+    return torch.cat(blocks).movedim((0, 1), (head_dim, seq_dim))
+
+
+# Parameters ---------------------------------------------------------------------------------------
+
+
+class _Sync(torch.autograd.Function):
+    """Identity on a bucket of parameters; their cotangents are summed in one coalesced all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, group: str | None, scale: float, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.scale = group, scale
+        return tuple(p.view_as(p) for p in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        flat = torch.cat([g.reshape(-1) for g in grads]) if len(grads) > 1 else grads[0].contiguous()
+        if ctx.group is not None:
+            flat = _all_reduce(flat, ctx.group)
+        if ctx.scale != 1:
+            flat = flat * ctx.scale
+        if len(grads) == 1:
+            return None, None, flat
+        pieces = flat.split([g.numel() for g in grads])
+        return None, None, *(p.reshape(g.shape) for p, g in zip(pieces, grads, strict=True))
+
+
+def sync(params: Sequence[Tensor], group: str | None, scale: float) -> tuple[Tensor, ...]:
+    """A bucket of parameters of one dtype, whose gradients are summed over `group` and times `scale`."""
+    return _Sync.apply(group, scale, *params)

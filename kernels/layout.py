@@ -1,0 +1,141 @@
+"""Who holds which positions of a sequence.
+
+A `Layout` lists, for each rank, the half-open intervals of global positions it holds, in the order
+in which they lie in its local tensor. Everything that cuts, joins or pads a sharded dimension is
+arithmetic on these intervals; nothing here touches a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Interval = tuple[int, int]
+Intervals = tuple[Interval, ...]
+Shards = tuple[Intervals, ...]
+
+
+def size(intervals: Intervals) -> int:
+    """Number of positions in `intervals`."""
+    return sum(stop - start for start, stop in intervals)
+
+
+def _merged(intervals: list[Interval]) -> Intervals:
+    """The same positions in the same order, with neighbours joined and empty intervals dropped."""
+    out: list[Interval] = []
+    for start, stop in intervals:
+        if start >= stop:
+            continue
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`length` positions spread over `len(shards)` ranks; every position is held exactly once."""
+
+    length: int
+    shards: Shards
+
+    @property
+    def ranks(self) -> int:
+        return len(self.shards)
+
+    def size(self, rank: int) -> int:
+        return size(self.shards[rank])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size(s) for s in self.shards)
+
+    @property
+    def even(self) -> bool:
+        return len(set(self.sizes)) == 1
+
+    def __str__(self) -> str:
+        held = " ".join("+".join(f"[{a},{b})" for a, b in s) or "-" for s in self.shards)
+        return f"{self.length} over {self.ranks} ranks: {held}"
+
+    def sliced(self, start: int, stop: int, step: int = 1) -> tuple[Layout, Shards]:
+        """Layout of `x[start:stop:step]`, and the strided local index ranges each rank keeps.
+
+        The second value gives, per rank, `(first, last)` local indices to cut with the same `step`.
+        """
+        kept: list[list[Interval]] = []
+        local: list[list[Interval]] = []
+        for intervals in self.shards:
+            kept.append([])
+            local.append([])
+            offset = 0
+            for a, b in intervals:
+                lo, hi = max(a, start), min(b, stop)
+                first = start + -(-(lo - start) // step) * step  # first kept position at or after lo
+                if first < hi:
+                    kept[-1].append(((first - start) // step, -(-(hi - start) // step)))
+                    local[-1].append((offset + first - a, offset + hi - a))
+                offset += b - a
+        length = max(0, -(-(stop - start) // step))
+        return (
+            Layout(length, tuple(_merged(k) for k in kept)),
+            tuple(tuple(cuts) for cuts in local),
+        )
+
+    def padded(self, left: int, right: int) -> Layout:
+        """Layout after `left` new positions before the first and `right` after the last one.
+
+        The holder of the first position gets those on the left, the holder of the last position those
+        on the right. Negative amounts are cut with `sliced`, not here.
+        """
+        shards = []
+        for intervals in self.shards:
+            moved = [(a + left, b + left) for a, b in intervals]
+            if left and moved and moved[0][0] == left and intervals[0][0] == 0:
+                moved[0] = (0, moved[0][1])
+            if right and moved and intervals[-1][1] == self.length:
+                moved[-1] = (moved[-1][0], moved[-1][1] + right)
+            shards.append(tuple(moved))
+        return Layout(self.length + left + right, tuple(shards))
+
+    def overlap(self, src: int, other: Layout, dst: int) -> list[tuple[int, int, int]]:
+        """Positions held by `src` here and by `dst` in `other`: (local start here, local start there, count)."""
+        pieces = []
+        here = 0
+        for a, b in self.shards[src]:
+            there = 0
+            for c, d in other.shards[dst]:
+                lo, hi = max(a, c), min(b, d)
+                if lo < hi:
+                    pieces.append((here + lo - a, there + lo - c, hi - lo))
+                there += d - c
+            here += b - a
+        return pieces
+
+
+def contiguous(length: int, ranks: int) -> Layout:
+    """Rank r holds [r·length/ranks, (r+1)·length/ranks), rounded down: sizes differ by at most one."""
+    cuts = split(length, ranks)
+    return Layout(length, tuple(((a, b),) if a < b else () for a, b in cuts))
+
+
+def concatenated(parts: list[Layout]) -> Layout:
+    """Layout of the local concatenation of `parts`, in order."""
+    shards: list[list[Interval]] = [[] for _ in parts[0].shards]
+    offset = 0
+    for part in parts:
+        for rank, intervals in enumerate(part.shards):
+            shards[rank] += [(a + offset, b + offset) for a, b in intervals]
+        offset += part.length
+    return Layout(offset, tuple(_merged(s) for s in shards))
+
+
+def split(count: int, ranks: int) -> tuple[Interval, ...]:
+    """`count` things cut into `ranks` runs whose sizes differ by at most one (some may be empty)."""
+    return tuple((r * count // ranks, (r + 1) * count // ranks) for r in range(ranks))
+
+
+def kv_heads(q_heads: Interval, groups: int) -> Interval:
+    """The key/value heads that the query heads [a, b) read, `groups` query heads to a key/value head."""
+    a, b = q_heads
+    return (a // groups, -(-b // groups)) if a < b else (a // groups, a // groups)

@@ -1,0 +1,107 @@
+"""Bytes a rank sends for each collective of its local graph, counted from the graph itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import Tensor, fx
+
+from ..cost_model.plan import Collective
+from ..kernels import comm
+from ..kernels.layout import Layout, size
+from .lower import Lowering
+
+
+def collectives(low: Lowering) -> tuple[Collective, ...]:
+    """Equal collectives together, in order of first use. Ring all-reduce sends 2(P−1)/P of its bytes."""
+    rows: Counter[tuple[str, str, int, int]] = Counter()
+    for node in low.graph.nodes:
+        count = _COUNTS.get(node.target) if node.op == "call_function" else None
+        if count is not None:
+            forward, backward = count(node, low)
+            name = node.target.__name__
+            rows[(name, _PURPOSE[name], forward, backward)] += 1
+    return tuple(Collective(op, purpose, n, forward * n, backward * n) for (op, purpose, forward, backward), n in rows.items())
+
+
+_PURPOSE = {
+    "vary": "gradient of a replicated value",
+    "psum": "sum over ranks",
+    "shard": "gradient of a value cut locally",
+    "gather": "value needed whole",
+    "gather_varying": "keys and values for every rank",
+    "relayout": "sequence in another order",
+    "to_heads": "sequence to heads",
+    "to_sequence": "heads to sequence",
+    "sync": "parameter gradients",
+}
+
+
+def _bytes(value: Any) -> int:
+    return value.nbytes if isinstance(value, Tensor) else 0
+
+
+def _reduced(low: Lowering, value: Any) -> int:
+    return 2 * (low.ranks - 1) * _bytes(value) // low.ranks
+
+
+def _gathered(node: fx.Node, low: Lowering, backward: str) -> tuple[int, int]:
+    whole: Tensor = node.meta["val"] if node.target is not comm.shard else node.args[0].meta["val"]  # type: ignore[union-attr]
+    shards = node.args[2]
+    length = sum(map(size, shards))  # type: ignore[arg-type]
+    shard = whole.nbytes // max(1, length) * max(map(size, shards))  # type: ignore[arg-type]
+    moved = (low.ranks - 1) * shard
+    return {"nothing": (moved, 0), "scatter": (moved, moved), "gather": (0, moved)}[backward]
+
+
+def _exchanged(node: fx.Node, low: Lowering) -> tuple[int, int]:
+    x: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+    heads, shards = node.args[3], node.args[4]
+    lengths = [size(s) for s in shards]  # type: ignore[union-attr]
+    counts = [b - a for a, b in heads]  # type: ignore[union-attr]
+    unit = x.element_size() * x.numel()
+    if node.target is comm.to_heads:
+        per = unit // max(1, x.shape[node.args[1]] * x.shape[node.args[2]])  # type: ignore[index]
+        forward = sum(n for r, n in enumerate(counts) if r != low.rank) * lengths[low.rank] * per
+        backward = sum(n for r, n in enumerate(lengths) if r != low.rank) * counts[low.rank] * per
+        return forward, backward
+    out: Tensor = node.meta["val"]
+    per = out.numel() * out.element_size() // max(1, out.shape[node.args[1]] * out.shape[node.args[2]])  # type: ignore[index]
+    forward = sum(n for r, n in enumerate(lengths) if r != low.rank) * counts[low.rank] * per
+    backward = sum(n for r, n in enumerate(counts) if r != low.rank) * lengths[low.rank] * per
+    return forward, backward
+
+
+def _relaid(node: fx.Node, low: Lowering) -> tuple[int, int]:
+    x: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+    source, target = node.args[2], node.args[3]
+    length = sum(map(size, source))  # type: ignore[arg-type]
+    a, b = Layout(length, source), Layout(length, target)  # type: ignore[arg-type]
+    per = x.nbytes // max(1, a.size(low.rank))
+    forward = sum(n for r in range(a.ranks) if r != low.rank for _, _, n in a.overlap(low.rank, b, r))
+    backward = sum(n for r in range(a.ranks) if r != low.rank for _, _, n in b.overlap(low.rank, a, r))
+    return forward * per, backward * per
+
+
+def _synced(node: fx.Node, low: Lowering) -> tuple[int, int]:
+    if node.args[1] is None:
+        return 0, 0
+    world = low.ranks * low.spread.dp if node.args[1] == low.spread.whole_group else (
+        low.spread.dp if node.args[1] == low.spread.dp_group else low.ranks
+    )
+    total = sum(_bytes(p.meta["val"]) for p in node.args[0])  # type: ignore[union-attr]
+    return 0, 2 * (world - 1) * total // world
+
+
+_COUNTS: dict[Any, Any] = {
+    comm.vary: lambda node, low: (0, _reduced(low, node.meta["val"])),
+    comm.psum: lambda node, low: (_reduced(low, node.meta["val"]), 0),
+    comm.shard: lambda node, low: _gathered(node, low, "gather"),
+    comm.gather: lambda node, low: _gathered(node, low, "nothing"),
+    comm.gather_varying: lambda node, low: _gathered(node, low, "scatter"),
+    comm.relayout: _relaid,
+    comm.to_heads: _exchanged,
+    comm.to_sequence: _exchanged,
+    comm.sync: _synced,
+}

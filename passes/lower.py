@@ -1,0 +1,229 @@
+"""The local graph of one rank, emitted version by version from the decisions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..kernels import comm, random
+
+from .capture import Captured
+from .facts import Facts
+from .place import Decisions
+from .placement import Placement, R, Replicate, Shard, V, Varying
+from .relation import shape
+
+aten = torch.ops.aten
+BUCKET_BYTES = 32 << 20  # gradients reduced together: large enough for bandwidth, small enough to start early
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where a rank stands: its place on the sp axis, the groups by name, and how gradients are reduced.
+
+    `whole_group` spans sp and dp together; `dp_group` is None without a dp axis. With `external` someone else averages
+    parameter gradients over every rank, so a sum over sp must be scaled up by its size here.
+    """
+
+    rank: int
+    ranks: int
+    group: str
+    dp: int = 1
+    dp_group: str | None = None
+    whole_group: str | None = None
+    external: bool = False
+
+    def reduction(self, placement: Placement) -> tuple[str | None, float]:
+        """(group to sum over or None, factor) for the gradient of a parameter used in this placement."""
+        if self.external:
+            return None, float(self.ranks) if isinstance(placement, Varying) else 1.0
+        if isinstance(placement, Varying):
+            group = (self.whole_group if self.dp > 1 else self.group) if self.dp * self.ranks > 1 else None
+        else:
+            group = self.dp_group
+        return group, 1.0 / self.dp
+
+
+@dataclass
+class Lowering:
+    """A rank's graph under construction; rules emit into it."""
+
+    captured: Captured
+    facts: Facts
+    spread: Spread
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    env: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
+    inputs: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    synced: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
+    seed_node: fx.Node | None = None
+    current: fx.Node | None = None
+
+    # What rules use -----------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self.spread.rank
+
+    @property
+    def ranks(self) -> int:
+        return self.spread.ranks
+
+    @property
+    def group(self) -> str:
+        return self.spread.group
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        if self.current is not None:
+            node.meta = {k: v for k, v in self.current.meta.items() if k in _KEPT}
+        return node
+
+    def run(self, node: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
+        if node.op == "placeholder":
+            return self.synced.get((node, R), self.inputs[node])
+        if node.op == "get_attr":
+            return self.graph.get_attr(str(node.target))
+        taken = iter(values)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(taken))
+        return self.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+    def sizes(self, node: fx.Node, out: Placement) -> list[Any]:
+        return out.local_shape(shape(node), self.rank) if isinstance(out, Shard) else list(shape(node))
+
+    def where(self, node: fx.Node, out: Placement) -> list[Any]:
+        at: list[Any] = [0] * len(shape(node))
+        if isinstance(out, Shard):
+            at[out.dim] = self.call(random.positions, out.held_positions[self.rank], node.meta["val"].device)
+        return at
+
+    def split(self, node: fx.Node, out: Placement) -> set[int]:
+        return {out.dim} if isinstance(out, Shard) and self.ranks > 1 else set()
+
+    def seed(self) -> fx.Node:
+        if self.seed_node is None:
+            last = list(self.inputs.values())[-1]
+            with self.graph.inserting_after(last):
+                self.seed_node = self.graph.placeholder("seed")
+        return self.seed_node
+
+    # Conversions --------------------------------------------------------------------------------------
+
+    def parameter(self, node: fx.Node) -> fx.Node:
+        return self.synced.get((node, V), self.inputs[node])
+
+    def collective(self, op: Callable[..., Any], node: fx.Node, x: fx.Node) -> fx.Node:
+        """vary or psum of a whole value."""
+        return self.call(op, x, self.group) if self.ranks > 1 else x
+
+    def resharded(self, op: Callable[..., Any], node: fx.Node, x: fx.Node, s: Shard) -> fx.Node:
+        """shard, cut, gather or gather_varying between a whole value and `s`."""
+        if self.ranks == 1:
+            return x
+        if op is comm.cut:
+            return self.call(op, x, s.dim, s.layout.shards, s.outer, s.inner, self.rank)
+        return self.call(op, x, s.dim, s.layout.shards, s.outer, s.inner, self.rank, self.group)
+
+    def relaid(self, node: fx.Node, x: fx.Node, have: Shard, want: Shard) -> fx.Node:
+        if have.layout.shards == want.layout.shards or self.ranks == 1:
+            return x
+        return self.call(
+            comm.relayout, x, have.dim, have.layout.shards, want.layout.shards, have.outer, have.inner, self.rank, self.group
+        )
+
+
+_KEPT = ("stack_trace", "nn_module_stack", "recompute", "ac_graph_id", "custom")
+
+
+def lower(captured: Captured, facts: Facts, decisions: Decisions, spread: Spread) -> tuple[fx.GraphModule, Lowering]:
+    """The local graph: same inputs as the global one (and a seed, if anything is random), local computation."""
+    low = Lowering(captured, facts, spread)
+    for node in captured.module.graph.nodes:
+        if node.op == "placeholder":
+            low.inputs[node] = low.graph.placeholder(str(node.target))
+            low.inputs[node].meta = {k: v for k, v in node.meta.items() if k == "val"}
+    _emit_buckets(low, decisions)
+    for node in captured.module.graph.nodes:
+        for placement in decisions.versions.get(node, {}):
+            _emit(low, decisions, node, placement)
+    outputs = [low.env[key] for key in decisions.outputs]
+    placeholders = list(low.inputs.values())
+    for index, new in zip(captured.mutated, outputs, strict=False):
+        low.call(aten.copy_.default, placeholders[index], new)
+    kept = iter(outputs)
+    result = next(iter(reversed(captured.module.graph.nodes))).args[0]
+    values = [next(kept) if isinstance(x, fx.Node) else x for x in result]
+    low.graph.output(tuple(values[len(captured.mutated) :]))
+    module = fx.GraphModule(captured.module, low.graph)
+    module.graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or n.target is aten.copy_.default)
+    module.recompile()
+    return module, low
+
+
+def _emit(low: Lowering, decisions: Decisions, node: fx.Node, placement: Placement) -> fx.Node:
+    key = (node, placement)
+    if key in low.env:
+        return low.env[key]
+    recipe = decisions.versions[node][placement]
+    for x, p in recipe.demands:
+        if x is node:
+            _emit(low, decisions, x, p)
+    low.current = node
+    values = [low.env[demand] for demand in recipe.demands]
+    before = len(low.graph.nodes)
+    out = _under_modes(low, node, lambda: recipe.emit(low, values))
+    if node in low.facts.no_grad and any(x in low.facts.differentiable for x, _ in recipe.demands) and len(low.graph.nodes) > before:
+        out = low.call(aten.detach.default, out) if isinstance(node.meta.get("val"), torch.Tensor) else out
+    low.env[key] = out
+    low.current = None
+    return out
+
+
+def _under_modes(low: Lowering, node: fx.Node, emit: Callable[[], fx.Node]) -> fx.Node:
+    """Emit under the autocast state the node was recorded in, where it differs from the one around the graph."""
+    state = low.facts.autocast.get(node)
+    if state is None:
+        return emit()
+    entered = low.call(torch.amp.autocast_mode._enter_autocast, *state)
+    out = emit()
+    low.call(torch.amp.autocast_mode._exit_autocast, entered)
+    return out
+
+
+def _emit_buckets(low: Lowering, decisions: Decisions) -> None:
+    """Parameters pass through a few bucketed synchronisations, in the order of their first use."""
+    order: dict[tuple[fx.Node, Placement], None] = {}
+    for versions in decisions.versions.values():
+        for recipe in versions.values():
+            for x, p in recipe.demands:
+                if _is_parameter(low, x) and isinstance(p, (Replicate, Varying)):
+                    order[(x, p)] = None
+    position = {node: i for i, node in enumerate(low.captured.module.graph.nodes)}
+    first_use = {key: min(position[u] for u in key[0].users) for key in order}
+    buckets: dict[tuple[object, ...], list[list[fx.Node]]] = {}
+    for node, placement in sorted(order, key=lambda k: first_use[k]):
+        group, scale = low.spread.reduction(placement)
+        if group is None and scale == 1.0:
+            continue
+        value = node.meta["val"]
+        open_buckets = buckets.setdefault((placement, value.dtype, value.device), [[]])
+        if sum(n.meta["val"].nbytes for n in open_buckets[-1]) + value.nbytes > BUCKET_BYTES and open_buckets[-1]:
+            open_buckets.append([])
+        open_buckets[-1].append(node)
+    for (placement, *_), lists in buckets.items():
+        group, scale = low.spread.reduction(placement)  # type: ignore[arg-type]
+        for nodes in lists:
+            synced = low.call(comm.sync, [low.inputs[n] for n in nodes], group, scale)
+            for i, node in enumerate(nodes):
+                low.synced[(node, placement)] = low.call(operator.getitem, synced, i)  # type: ignore[index]
+
+
+def _is_parameter(low: Lowering, node: fx.Node) -> bool:
+    return node.op == "placeholder" and low.facts.inputs[node].kind == "parameter" and node in low.facts.differentiable
+
+
+

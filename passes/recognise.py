@@ -1,0 +1,100 @@
+"""Functions recognised before Dynamo traces them, so that they stay whole.
+
+transformers looks up its mixture-of-experts forward in a public registry. The registered function is wrapped
+in one that Dynamo keeps as a single call (`allow_in_graph`); any other compiler traces through it
+and sees the same operators as before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..kernels import token_local
+
+_WRAPPED: set[Callable[..., Any]] = set()
+_count = itertools.count()
+
+
+@torch.compiler.allow_in_graph
+def experts_call(key: str, tokens: list[Tensor], weights: list[Tensor]) -> Tensor:
+    """The call that Dynamo keeps whole; `key` names the expert module's function."""
+    return token_local.call(tokens, weights, key)
+
+
+def keep_whole(gm: fx.GraphModule) -> None:
+    """Turn the kept calls of Dynamo's graph into opaque custom ops for ATen capture."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target is experts_call:
+            key, tokens, weights = node.args
+            node.target = torch.ops.asp.token_local.default
+            node.args = (list(tokens), list(weights), key)
+    gm.recompile()
+
+
+def install() -> None:
+    """Wrap what transformers has registered, if it is loaded. Safe to call again."""
+    moe = sys.modules.get("transformers.integrations.moe")
+    if moe is None:
+        return
+    for name in list(moe.ALL_EXPERTS_FUNCTIONS.valid_keys()):
+        function = moe.ALL_EXPERTS_FUNCTIONS[name]
+        if name in ("grouped_mm", "batched_mm") and function not in _WRAPPED:
+            wrapped = _wrap(function)
+            _WRAPPED.add(wrapped)
+            moe.ALL_EXPERTS_FUNCTIONS.register(name, wrapped)
+
+
+def _wrap(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def experts(self: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not torch.compiler.is_dynamo_compiling():
+            return function(self, hidden_states, top_k_index, top_k_weights)
+        names = _parameter_names(self)
+        key = _key_of(self, function)
+        weights = [getattr(self, name) for name in names]
+        return experts_call(key, [hidden_states, top_k_index, top_k_weights], weights)
+
+    return experts
+
+
+@torch.compiler.assume_constant_result
+def _parameter_names(module: torch.nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters(recurse=False)]
+
+
+@torch.compiler.assume_constant_result
+def _key_of(module: torch.nn.Module, function: Callable[..., Tensor]) -> str:
+    """Register `function` on `module`, with its parameters as arguments, and name it."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    held = weakref.ref(module)
+
+    def call(hidden: Tensor, index: Tensor, scores: Tensor, *weights: Tensor) -> Tensor:
+        module = held()
+        assert module is not None
+        return function(_Bound(module, dict(zip(names, weights, strict=True))), hidden, index, scores)
+
+    key = f"{type(module).__name__}.{next(_count)}"
+    token_local.register(key, call)
+    return key
+
+
+class _Bound:
+    """An expert module seen with other tensors as its parameters; methods are bound to this view."""
+
+    def __init__(self, module: torch.nn.Module, parameters: dict[str, Tensor]) -> None:
+        self._module, self._parameters = module, parameters
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._parameters:
+            return self._parameters[name]
+        value = getattr(self._module, name)
+        if isinstance(value, types.MethodType) and value.__self__ is self._module:
+            return types.MethodType(value.__func__, self)
+        return value

@@ -1,0 +1,262 @@
+"""A site under a strategy: what each leaf must become, the program, and the way back.
+
+LOWERINGS has one row a strategy. A row takes a region and gives a `Recipe`, so an attention is placed and
+emitted exactly like every other operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from ..kernels import attend, comm, random
+from ..kernels.layout import Interval, Layout, kv_heads, split
+from .detect import SDPA, Axes, Region, Use
+from .facts import Facts, is_float
+from .mask import Constants, is_causal, visible
+from .placement import Placement, Shard, V
+from .program import Heads, ProgramBuilder
+from .relation import shape
+from .rules.base import Builder, Recipe, argument
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class SiteContext:
+    """What every lowering needs beside the region."""
+
+    facts: Facts
+    constants: Constants
+
+    @property
+    def ranks(self) -> int:
+        return self.facts.ranks
+
+    def causal(self, region: Region) -> bool:
+        return bool(region.closing.target is SDPA and argument(region.closing, "is_causal", False))
+
+    def travels(self, use: Use) -> bool:
+        """Activations move between ranks; positions, parameters and what depends on them only are whole everywhere."""
+        return use[0] in self.facts.from_data and is_float(use[0])
+
+
+Move = Callable[[Builder, fx.Node], fx.Node]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """How one leaf arrives: the placement it is demanded in, and what is done to it on the way in."""
+
+    demand: Placement
+    move: Move
+
+
+def _stay(b: Builder, x: fx.Node) -> fx.Node:
+    return x
+
+
+# Strategies ---------------------------------------------------------------------------------------
+
+
+def gather_kv(region: Region, ctx: SiteContext) -> Recipe:
+    """Every rank computes its own rows, for which all keys and values are gathered (LLaMA-3's context parallelism)."""
+    leaves = {}
+    for use in region.leaves:
+        node, axes = use
+        if axes.row is not None and shape(node)[axes.row] == region.row.length:
+            leaves[use] = Leaf(Shard(axes.row, region.row), _stay)
+        elif axes.col is not None and ctx.travels(use):
+            leaves[use] = _gathered(use, axes.col, ctx)
+        else:
+            leaves[use] = Leaf(V, _stay)
+
+    def emit(b: Builder, values: Sequence[fx.Node]) -> fx.Node:
+        moved = _moved(b, leaves, values)
+        return _computed(b, region, ctx, moved, Heads(0, region.heads, region.heads), region.row.shards[b.rank])
+
+    return Recipe(Shard(_row(region), region.row), _demands(leaves), emit)
+
+
+def all_to_all(region: Region, ctx: SiteContext) -> Recipe:
+    """Every rank computes some heads over the whole sequence (Ulysses), uneven heads included."""
+    assert region.axes.head is not None
+    heads = split(region.heads, ctx.ranks)
+    leaves = {use: _by_heads(use, region, heads, ctx) for use in region.leaves}
+
+    def emit(b: Builder, values: Sequence[fx.Node]) -> fx.Node:
+        moved = _moved(b, leaves, values)
+        first, last = heads[b.rank]
+        out = _computed(b, region, ctx, moved, Heads(first, last, region.heads), ((0, region.row.length),))
+        if b.ranks == 1:
+            return out
+        return b.call(comm.to_sequence, out, region.axes.head, _row(region), heads, region.row.shards, b.rank, b.group)
+
+    return Recipe(Shard(_row(region), region.row), _demands(leaves), emit)
+
+
+LOWERINGS: dict[str, Callable[[Region, SiteContext], Recipe]] = {"all-to-all": all_to_all, "gather-kv": gather_kv}
+
+
+def inapplicable(region: Region, strategy: str, ctx: SiteContext) -> str | None:
+    """Why a strategy cannot lower a region, or None if it can."""
+    if strategy == "gather-kv":
+        return None
+    if region.axes.head is None:
+        return "it has no head dimension to split"
+    rows = [use for use in region.leaves if use[1].row is not None and ctx.travels(use)]
+    if not any(axes.head is not None for _, axes in rows):
+        return "its queries carry no heads"
+    for node, axes in region.leaves:
+        if axes.row is not None and axes.col is not None and axes.head is not None and node in ctx.facts.from_data:
+            return "a value with rows, columns and heads comes from outside it"
+    return None
+
+
+# Leaves -------------------------------------------------------------------------------------------
+
+
+def _gathered(use: Use, dim: int, ctx: SiteContext) -> Leaf:
+    """A split activation, gathered; each rank's use contributes a part of its gradient."""
+    node = use[0]
+    layout = ctx.facts.layout(shape(node)[dim])
+    if layout is None or node not in ctx.facts.differentiable:
+        return Leaf(V, _stay)
+
+    def move(b: Builder, x: fx.Node) -> fx.Node:
+        return b.call(comm.gather_varying, x, dim, layout.shards, 1, 1, b.rank, b.group) if b.ranks > 1 else x
+
+    return Leaf(Shard(dim, layout), move)
+
+
+def _by_heads(use: Use, region: Region, heads: Sequence[Interval], ctx: SiteContext) -> Leaf:
+    node, axes = use
+    seq = axes.row if axes.row is not None else axes.col
+    both = axes.row is not None and axes.col is not None
+    if axes.head is not None and shape(node)[axes.head] == 1:
+        axes = Axes(axes.row, axes.col, None)
+    mine = tuple(kv_heads(h, region.groups.get(use, 1)) for h in heads)
+    if not ctx.travels(use) or both or seq is None or (layout := _layout(use, seq, region, ctx)) is None:
+        if axes.head is None:
+            return Leaf(V, _stay)
+        return Leaf(V, lambda b, x: b.call(aten.narrow.default, x, axes.head, mine[b.rank][0], mine[b.rank][1] - mine[b.rank][0]))
+    if axes.head is None:
+        return _gathered(use, seq, ctx)
+
+    def move(b: Builder, x: fx.Node) -> fx.Node:
+        return b.call(comm.to_heads, x, axes.head, seq, mine, layout.shards, b.rank, b.group) if b.ranks > 1 else x
+
+    return Leaf(Shard(seq, layout), move)
+
+
+def _layout(use: Use, seq: int, region: Region, ctx: SiteContext) -> Layout | None:
+    node, axes = use
+    if axes.row is not None:
+        return region.row
+    return ctx.facts.layout(shape(node)[seq])
+
+
+def _row(region: Region) -> int:
+    assert region.axes.row is not None
+    return region.axes.row
+
+
+def _demands(leaves: dict[Use, Leaf]) -> tuple[tuple[fx.Node, Placement], ...]:
+    return tuple((use[0], leaf.demand) for use, leaf in leaves.items())
+
+
+def _moved(b: Builder, leaves: dict[Use, Leaf], values: Sequence[fx.Node]) -> dict[Use, fx.Node]:
+    return {use: leaf.move(b, x) for (use, leaf), x in zip(leaves.items(), values, strict=True)}
+
+
+# The computation ----------------------------------------------------------------------------------
+
+
+def _computed(
+    b: Builder, region: Region, ctx: SiteContext, leaves: dict[Use, fx.Node], heads: Heads, rows: tuple[Interval, ...]
+) -> fx.Node:
+    """The region on the rows and heads at hand: one attention kernel where that says it all, else by blocks of rows."""
+    whole = rows == ((0, region.row.length),)
+    causal = ctx.causal(region)
+    direct = _direct(b, region, ctx, leaves, heads, whole)
+    if direct is not None:
+        return direct
+    trimmed = region.closing.target is SDPA
+    program = ProgramBuilder(region, heads, trimmed, b.rank, b.ranks, b.group)
+    graph = program.build(causal)
+    values, held = [], np.concatenate([np.arange(a, z) for a, z in rows] or [np.arange(0)])
+    for what, axes in program.leaves:
+        if isinstance(what, tuple):
+            values.append(leaves[what])
+        elif what == "seed":
+            values.append(b.seed())
+        else:
+            positions = rows if axes.row is not None else ((0, region.columns),)
+            values.append(b.call(random.positions, positions, region.closing.meta["val"].device))
+    pairs = region.columns * _batch(region) * max(1, heads.count)
+    cuts = list(attend.row_blocks(len(held), pairs)) or [(0, 0)]
+    seen = visible(region, ctx.constants, cuts, held, causal)
+    blocks = tuple(attend.Block(a, z, lo, hi) for (a, z), (lo, hi) in zip(cuts, seen, strict=True))
+    run = fx.GraphModule(torch.nn.Module(), graph)
+    name = attend.register(
+        attend.RowProgram(
+            run,
+            str(run.code),
+            tuple(axes.row for _, axes in program.leaves),
+            tuple(axes.col if trimmed else None for _, axes in program.leaves),
+            _row(region),
+            blocks,
+            tuple(i for i, (what, _) in enumerate(program.leaves) if isinstance(what, tuple) and what[0] in ctx.facts.differentiable),
+            _autocast(region.closing.meta["val"].device.type),
+        )
+    )
+    return b.call(torch.ops.asp.attend.default, values, name)
+
+
+def _direct(b: Builder, region: Region, ctx: SiteContext, leaves: dict[Use, fx.Node], heads: Heads, whole: bool) -> fx.Node | None:
+    """scaled_dot_product_attention itself, when no mask or all of a causal one applies to the rows at hand."""
+    node = region.closing
+    if node.target is not SDPA or argument(node, "dropout_p", 0.0):
+        return None
+    masked = (3 in [i for (use, i) in region.reads if use == (node, region.axes)])
+    causal = ctx.causal(region) and not masked or masked and not ctx.causal(region) and is_causal(region, ctx.constants)
+    if (masked or ctx.causal(region)) and not (causal and whole and region.row.length == region.columns):
+        return None
+    me = (node, region.axes)
+    q, k, v = (region.reads[(me, i)] for i in range(3))
+    sources = [region.repeated.get(u, u) for u in (k, v)]
+    if q not in leaves or any(s not in leaves for s in sources):
+        return None  # something is computed between the leaves and the attention
+    groups = {region.groups.get(s, 1) for s in sources}
+    values = [leaves[s] for s in sources]
+    if len(groups) > 1 or any(heads.first % g or heads.last % g for g in groups):
+        values = [_expanded(b, region, s, x, heads) for s, x in zip(sources, values, strict=True)]
+        groups = {1}
+    return b.call(SDPA, leaves[q], *values, None, 0.0, causal, scale=argument(node, "scale"), enable_gqa=groups != {1})
+
+
+def _expanded(b: Builder, region: Region, use: Use, x: fx.Node, heads: Heads) -> fx.Node:
+    groups = region.groups.get(use, 1)
+    if groups == 1:
+        return x
+    return b.call(attend.expand_heads, x, use[1].head, heads.first, heads.count, heads.first // groups, groups)
+
+
+def _batch(region: Region) -> int:
+    """Values of the result that are neither rows, heads nor the last dimension."""
+    count = 1
+    for d, size in enumerate(shape(region.closing)[:-1]):
+        count *= size if d not in (region.axes.row, region.axes.head) else 1
+    return count
+
+
+def _autocast(device: str) -> tuple[str, torch.dtype] | None:
+    return (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+
+
+__all__ = ["LOWERINGS", "Leaf", "SiteContext", "inapplicable"]

@@ -109,24 +109,30 @@ def attend_backward(grad: Tensor, leaves: list[Tensor], name: str) -> list[Tenso
     program = _PROGRAMS[name]
     grads = [torch.zeros_like(leaves[i], memory_format=torch.contiguous_format) for i in program.differentiable]
     for block in program.blocks:
-        cut = program.cut([leaf.detach() for leaf in leaves], block)
-        for i in program.differentiable:
-            cut[i].requires_grad_()
-        with torch.enable_grad():
-            out = program.block(cut, block)
-        if not out.requires_grad:
-            continue
-        upstream = grad.narrow(program.out_dim, block.start, block.stop - block.start).to(out.dtype)
-        wanted = [cut[i] for i in program.differentiable]
-        for whole, i, g in zip(
-            grads, program.differentiable, torch.autograd.grad(out, wanted, upstream, allow_unused=True), strict=True
-        ):
-            if g is not None:
-                row, col = program.row_dims[i], program.col_dims[i]
-                part = whole if row is None else whole.narrow(row, block.start, block.stop - block.start)
-                part = part if col is None else part.narrow(col, block.first, block.last - block.first)
-                part += g
+        cut = program.cut(leaves, block)
+        upstream = grad.narrow(program.out_dim, block.start, block.stop - block.start)
+        for whole, i, g in zip(grads, program.differentiable, _block_gradients(program, cut, block, upstream), strict=True):
+            row, col = program.row_dims[i], program.col_dims[i]
+            part = whole if row is None else whole.narrow(row, block.start, block.stop - block.start)
+            part = part if col is None else part.narrow(col, block.first, block.last - block.first)
+            part += g
     return grads
+
+
+def _block_gradients(program: RowProgram, cut: list[Tensor], block: Block, upstream: Tensor) -> tuple[Tensor, ...]:
+    """Run the block's program again and pull `upstream` back to its differentiable leaves.
+
+    A custom op runs below autograd; `torch.func.vjp` brings its own.
+    """
+
+    def of(*wanted: Tensor) -> Tensor:
+        leaves = list(cut)
+        for i, leaf in zip(program.differentiable, wanted, strict=True):
+            leaves[i] = leaf
+        return program.block(leaves, block)
+
+    out, pull = torch.func.vjp(of, *(cut[i] for i in program.differentiable))
+    return pull(upstream.to(out.dtype))
 
 
 @attend_backward.register_fake

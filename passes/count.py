@@ -1,4 +1,4 @@
-"""Bytes a rank sends for each collective of its local graph, counted from the graph itself."""
+"""Bytes a rank sends for each collective of its local graph, counted from the graph itself, as the mean over ranks."""
 
 from __future__ import annotations
 
@@ -56,32 +56,26 @@ def _gathered(node: fx.Node, low: Lowering, backward: str) -> tuple[int, int]:
 
 
 def _exchanged(node: fx.Node, low: Lowering) -> tuple[int, int]:
-    x: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+    """Mean over ranks: rank r sends its positions of the heads that others compute, and the reverse on the way back."""
+    value: Tensor = (node.args[0] if node.target is comm.to_heads else node).meta["val"]  # type: ignore[union-attr]
     heads, shards = node.args[3], node.args[4]
     lengths = [size(s) for s in shards]  # type: ignore[union-attr]
     counts = [b - a for a, b in heads]  # type: ignore[union-attr]
-    unit = x.element_size() * x.numel()
-    if node.target is comm.to_heads:
-        per = unit // max(1, x.shape[node.args[1]] * x.shape[node.args[2]])  # type: ignore[index]
-        forward = sum(n for r, n in enumerate(counts) if r != low.rank) * lengths[low.rank] * per
-        backward = sum(n for r, n in enumerate(lengths) if r != low.rank) * counts[low.rank] * per
-        return forward, backward
-    out: Tensor = node.meta["val"]
-    per = out.numel() * out.element_size() // max(1, out.shape[node.args[1]] * out.shape[node.args[2]])  # type: ignore[index]
-    forward = sum(n for r, n in enumerate(lengths) if r != low.rank) * counts[low.rank] * per
-    backward = sum(n for r, n in enumerate(counts) if r != low.rank) * lengths[low.rank] * per
-    return forward, backward
+    held = max(1, value.shape[node.args[1]] * value.shape[node.args[2]])  # type: ignore[index]
+    pairs = sum(n * m for r, n in enumerate(lengths) for d, m in enumerate(counts) if r != d)
+    sent = pairs * (value.nbytes // held) // low.ranks
+    return sent, sent
 
 
 def _relaid(node: fx.Node, low: Lowering) -> tuple[int, int]:
+    """Mean over ranks of the positions that change hands."""
     x: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
     source, target = node.args[2], node.args[3]
     length = sum(map(size, source))  # type: ignore[arg-type]
     a, b = Layout(length, source), Layout(length, target)  # type: ignore[arg-type]
     per = x.nbytes // max(1, a.size(low.rank))
-    forward = sum(n for r in range(a.ranks) if r != low.rank for _, _, n in a.overlap(low.rank, b, r))
-    backward = sum(n for r in range(a.ranks) if r != low.rank for _, _, n in b.overlap(low.rank, a, r))
-    return forward * per, backward * per
+    moved = sum(n for r in range(a.ranks) for d in range(a.ranks) if d != r for _, _, n in a.overlap(r, b, d))
+    return moved * per // low.ranks, moved * per // low.ranks
 
 
 def _synced(node: fx.Node, low: Lowering) -> tuple[int, int]:

@@ -20,7 +20,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@rm -f $(VENV)/linked
 	@touch $@
 
-# A strict editable install links each file, which is what mypy can follow: link again when files come or go.
+# A strict editable install links each file, which is what mypy can follow: link again when files come or go. (From the root, mypy would take the folder
+# autosp for the whole package: it is started in .venv.)
 $(VENV)/linked: $(VENV)/installed $(VENV)/sources
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable . --config-settings editable_mode=strict
 	@touch $@
@@ -42,7 +43,7 @@ test-all: setup
 check: setup
 	$(BIN)/ruff check $(LINT)
 	$(BIN)/ruff format --check $(LINT)
-	$(BIN)/mypy
+	cd $(VENV) && bin/mypy --config-file ../pyproject.toml
 	$(BIN)/pytest tests/test_layering.py
 
 format: setup

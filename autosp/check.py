@@ -103,7 +103,7 @@ def check_on_rank(build: Build, mesh: DeviceMesh, **options: Any) -> Report:
         model = autosp.parallelize(module, mesh, **options)
         torch.manual_seed(0)
         loss = loss_of(call(model, inputs))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     except Exception as error:
         refusal = refusal_in(error)
         if refusal is None:
@@ -171,7 +171,7 @@ def _reference(build: Build, module: nn.Module, batches: int) -> Reference:
     for i in range(batches):
         torch.manual_seed(0)
         loss = loss_of(call(module, build(i)[1]))
-        (loss / batches).backward()  # type: ignore[no-untyped-call]
+        (loss / batches).backward()
         losses.append(loss.detach().clone())
     grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     after = {name: b.detach().clone() for name, b in module.named_buffers()}
@@ -192,7 +192,7 @@ def _errors(model: nn.Module, loss: torch.Tensor, reference: Reference, mine: in
         grad = parameters[name].grad if name in parameters else None
         ref = reference.grads.get(name)
         if grad is not None or ref is not None:
-            zeros = torch.zeros_like(ref if ref is not None else grad)  # type: ignore[arg-type]
+            zeros = torch.zeros_like(ref if ref is not None else grad)
             errors[f"grad {name}"] = relative_error(
                 zeros if grad is None else grad, zeros if ref is None else ref, NORM_FLOOR * whole
             )

@@ -13,6 +13,7 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -83,6 +84,9 @@ def context() -> Any:
 
 def join_group(rank: int, ranks: int, store: str, timeout: float) -> None:
     """Make this process rank `rank` of a gloo group that meets in the file `store`."""
+    if "tqdm" in sys.modules:
+        # torch's graph interpreter makes a progress bar, whose default lock is a semaphore that outlives an ended rank.
+        sys.modules["tqdm"].tqdm.set_lock(threading.RLock())
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
     dist.init_process_group(

@@ -104,10 +104,14 @@ class _Runner:
 
     def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
         self.backend = backend
+        self._function, self._prepared = function, False
         self._compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recognise.install()
+        if not self._prepared:
+            recognise.install()
+            recognise.prepare(self._function)
+            self._prepared = True
         try:
             with torch._dynamo.config.patch(ignore_logging_functions=_quiet(), **_DYNAMO):
                 return self._compiled(*args, **kwargs)

@@ -107,7 +107,7 @@ def _(leaves: list[Tensor], name: str) -> Tensor:
 @torch.library.custom_op("asp::attend_backward", mutates_args=())
 def attend_backward(grad: Tensor, leaves: list[Tensor], name: str) -> list[Tensor]:
     program = _PROGRAMS[name]
-    grads = [torch.zeros_like(leaves[i], memory_format=torch.contiguous_format) for i in program.differentiable]
+    grads = [torch.zeros_like(leaves[i]) for i in program.differentiable]
     for block in program.blocks:
         cut = program.cut(leaves, block)
         upstream = grad.narrow(program.out_dim, block.start, block.stop - block.start)
@@ -137,7 +137,7 @@ def _block_gradients(program: RowProgram, cut: list[Tensor], block: Block, upstr
 
 @attend_backward.register_fake
 def _(grad: Tensor, leaves: list[Tensor], name: str) -> list[Tensor]:
-    return [torch.empty_like(leaves[i], memory_format=torch.contiguous_format) for i in _PROGRAMS[name].differentiable]
+    return [torch.empty_like(leaves[i]) for i in _PROGRAMS[name].differentiable]
 
 
 def _setup(ctx: object, inputs: tuple[list[Tensor], str], output: Tensor) -> None:

@@ -20,7 +20,6 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..kernels.errors import AutospError
-from . import recognise
 
 aten = torch.ops.aten
 
@@ -83,7 +82,6 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
             raise CaptureError(f"input {node.name} has a dynamic size; autosp compiles for fixed sizes: use dynamic=False")
     inputs = tuple(_describe(n, v) for n, v in zip(placeholders, fakes, strict=True))
     gm = _inline_checkpoints(gm)
-    recognise.keep_whole(gm)
     context = TracingContext.try_get()
     mode = detect_fake_mode(fakes) or (context.fake_mode if context else None)
     assert mode is not None
@@ -146,8 +144,7 @@ def _inline_checkpoints(gm: fx.GraphModule) -> fx.GraphModule:
                 copied.meta.setdefault("ac_graph_id", hop.meta.get("ac_graph_id", region))
                 values[node] = copied
         _replace_results(hop, result)
-        gm.graph.erase_node(hop)
-    gm.graph.eliminate_dead_code()
+        gm.graph.erase_node(hop)  # nothing else is removed here: torch-IR still mutates in place
     gm.recompile()
     return gm
 
@@ -227,6 +224,24 @@ def _cast(node: fx.Node) -> None:
     _replace(node, insert(node, aten._to_copy.default, node.args[0], dtype=value.dtype, device=value.device))
 
 
+def _counted(node: fx.Node) -> None:
+    """bincount(x, minlength=n) of values below n -> comparisons and a sum, which have a size and can be split."""
+    value: Tensor = node.meta["val"]
+    rest = dict(zip(("weights", "minlength"), node.args[1:], strict=False)) | node.kwargs
+    if rest.get("weights") is not None or tuple(value.shape) != (rest.get("minlength", 0),):
+        return
+    column = insert(node, aten.unsqueeze.default, node.args[0], -1)
+    classes = insert(node, aten.arange.default, int(value.shape[0]), device=value.device)
+    _replace(node, insert(node, aten.sum.dim_IntList, insert(node, aten.eq.Tensor, column, classes), [0]))
+
+
+def _copied(node: fx.Node) -> None:
+    """copy(x, source), what is left of an in-place copy: source in x's type and shape (aten.copy has no derivative)."""
+    value: Tensor = node.meta["val"]
+    cast = insert(node, aten._to_copy.default, node.args[1], dtype=value.dtype, device=value.device)
+    _replace(node, insert(node, aten.expand.default, cast, list(value.shape)))
+
+
 def _shaped(op: torch._ops.OpOverload) -> Callable[[fx.Node], None]:
     return lambda node: _replace(node, insert(node, op, node.args[0], list(node.meta["val"].shape)))
 
@@ -261,6 +276,8 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.new_empty: _created(aten.empty.memory_format),
     aten.new_full: _created(aten.full.default, "fill_value"),
     aten.type_as: _cast,
+    aten.copy: _copied,
+    aten.bincount: _counted,
     aten.expand_as: _shaped(aten.expand.default),
     aten.view_as: _shaped(aten.reshape.default),
     aten.reshape_as: _shaped(aten.reshape.default),

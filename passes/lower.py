@@ -85,6 +85,8 @@ class Lowering:
 
     def run(self, node: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
         if node.op == "placeholder":
+            if self.changed(node):  # its old value may be read after the new one is written back
+                return self.call(aten.clone.default, self.inputs[node])
             return self.synced.get((node, R), self.inputs[node])
         if node.op == "get_attr":
             return self.graph.get_attr(str(node.target))
@@ -110,6 +112,10 @@ class Lowering:
             with self.graph.inserting_after(last):
                 self.seed_node = self.graph.placeholder("seed")
         return self.seed_node
+
+    def changed(self, node: fx.Node) -> bool:
+        """An input that the graph mutates (running statistics)."""
+        return any(list(self.inputs)[i] is node for i in self.captured.mutated)
 
     # Conversions --------------------------------------------------------------------------------------
 

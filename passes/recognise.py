@@ -1,8 +1,8 @@
 """Functions recognised before Dynamo traces them, so that they stay whole.
 
-transformers looks up its mixture-of-experts forward in a public registry. The registered function is wrapped
-in one that Dynamo keeps as a single call (`allow_in_graph`); any other compiler traces through it
-and sees the same operators as before.
+transformers looks up its mixture-of-experts forward in a public registry. While Dynamo traces, the registered function
+is one call of the custom op `asp::token_local`, which also runs and differentiates by itself, so that a
+graph that some other compiler takes is right too. Outside tracing nothing changes.
 """
 
 from __future__ import annotations
@@ -15,28 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from ..kernels import token_local
 
 _WRAPPED: set[Callable[..., Any]] = set()
 _count = itertools.count()
-
-
-@torch.compiler.allow_in_graph
-def experts_call(key: str, tokens: list[Tensor], weights: list[Tensor]) -> Tensor:
-    """The call that Dynamo keeps whole; `key` names the expert module's function."""
-    return token_local.call(tokens, weights, key)
-
-
-def keep_whole(gm: fx.GraphModule) -> None:
-    """Turn the kept calls of Dynamo's graph into opaque custom ops for ATen capture."""
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target is experts_call:
-            key, tokens, weights = node.args
-            node.target = torch.ops.asp.token_local.default
-            node.args = (list(tokens), list(weights), key)
-    gm.recompile()
 
 
 def install() -> None:
@@ -52,6 +36,17 @@ def install() -> None:
             moe.ALL_EXPERTS_FUNCTIONS.register(name, wrapped)
 
 
+def prepare(target: object) -> None:
+    """What transformers would do at a model's first call under a lock, which Dynamo cannot trace: install output hooks."""
+    hooks = sys.modules.get("transformers.utils.output_capturing")
+    module = getattr(target, "__self__", target)
+    if hooks is None or not isinstance(module, torch.nn.Module):
+        return
+    for inner in module.modules():
+        if type(inner).__module__.startswith("transformers.") and hasattr(inner, "config"):
+            hooks.maybe_install_capturing_hooks(inner)
+
+
 def _wrap(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def experts(self: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not torch.compiler.is_dynamo_compiling():
@@ -59,7 +54,7 @@ def _wrap(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         names = _parameter_names(self)
         key = _key_of(self, function)
         weights = [getattr(self, name) for name in names]
-        return experts_call(key, [hidden_states, top_k_index, top_k_weights], weights)
+        return torch.ops.asp.token_local([hidden_states, top_k_index, top_k_weights], weights, key)
 
     return experts
 

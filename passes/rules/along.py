@@ -101,15 +101,15 @@ class Triangle(Related):
         if not b.split(node, out) & {rank - 2, rank - 1}:
             return b.run(node, values)
         where = b.where(node, out)
-        keep = b.call(triangle, values[0], where[rank - 2], where[rank - 1], argument(node, "diagonal", 0) or 0, self.lower)
-        return b.call(aten.where.ScalarOther, keep, values[0], 0)
+        return b.call(triangle, values[0], where[rank - 2], where[rank - 1], argument(node, "diagonal", 0) or 0, self.lower)
 
 
 def triangle(x: torch.Tensor, row: torch.Tensor | int, col: torch.Tensor | int, diagonal: int, lower: bool) -> torch.Tensor:
-    """Which elements of x [.., rows, columns] lie in the triangle: bool [rows, columns]."""
+    """x [.., rows, columns] with zeros outside the triangle; row and col are global positions, or the first of a run."""
     rows = torch.arange(row, row + x.shape[-2], device=x.device) if isinstance(row, int) else row
     cols = torch.arange(col, col + x.shape[-1], device=x.device) if isinstance(col, int) else col
-    return cols[None, :] <= rows[:, None] + diagonal if lower else cols[None, :] >= rows[:, None] + diagonal
+    edge = rows[:, None] + diagonal
+    return x.masked_fill(cols[None, :] > edge if lower else cols[None, :] < edge, 0)
 
 
 def _same(node: fx.Node) -> Dims:

@@ -25,8 +25,11 @@ def tokens_first(node: fx.Node) -> Dims:
 @dataclass(frozen=True)
 class TokenLocal(Related):
     def emit(self, b: Builder, node: fx.Node, out: Placement, values: Sequence[fx.Node]) -> fx.Node:
+        """In bfloat16 PyTorch's grouped matmul traces, so the compiler sees inside; otherwise the operator is opaque."""
         count = len(node.args[0])  # type: ignore[arg-type]
-        return b.call(token_local.call, list(values[:count]), list(values[count:]), node.args[2])
+        traced = all(v.meta["val"].dtype == torch.bfloat16 for v in node.args[1])  # type: ignore[union-attr]
+        target = token_local.call if traced else torch.ops.asp.token_local.default
+        return b.call(target, list(values[:count]), list(values[count:]), node.args[2])
 
 
 RULES: dict[object, Rule] = {torch.ops.asp.token_local: TokenLocal(tokens_first)}

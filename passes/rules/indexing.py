@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import fx
 
+from ..placement import P, Placement, R, Shard
 from ..relation import Dims, operand_shape, operands, shape
-from .base import Related, Rule, argument
+from .base import Recipe, Related, Rule, argument
 
 aten = torch.ops.aten
 
@@ -55,11 +59,36 @@ def scattered(node: fx.Node) -> Dims:
     return Dims(tuple(row if len(s) == rank else (None,) * len(s) for s in shapes))
 
 
+def slice_scattered(node: fx.Node) -> Dims:
+    """slice_scatter(x, source, dim, ...) and select_scatter(x, source, dim, i): everything but `dim` agrees."""
+    rank = len(shape(node))
+    dim = argument(node, "dim", 0) % rank
+    row = tuple(None if d == dim else d for d in range(rank))
+    source = row if len(operand_shape(node, 1)) == rank else tuple(d for d in row if d is not None)
+    return Dims((row, source), (tuple(range(rank)), source))
+
+
 def selected(node: fx.Node) -> Dims:
     """index_select(x, dim, index)."""
     rank = len(shape(node))
     dim = argument(node, "dim") % max(1, rank)
     return Dims((tuple(None if d == dim else d for d in range(rank)), (dim,)))
+
+
+@dataclass(frozen=True)
+class ScatterAdd(Related):
+    """Counting into zeros along a split dimension is a sum over ranks."""
+
+    def native(self, node: fx.Node, ins: Sequence[Placement]) -> Recipe | None:
+        x, i, source = operands(node) if len(operands(node)) == 3 else (None, None, None)
+        dim = argument(node, "dim") % max(1, len(shape(node)))
+        split = ins[1]
+        if x is None or i is None or source is None or not isinstance(split, Shard) or split.dim != dim or shape(i) != shape(source):
+            return super().native(node, ins)
+        if x.target not in (aten.zeros.default, aten.zeros_like.default):
+            return None
+        demands: tuple[tuple[fx.Node, Placement], ...] = ((x, R), (i, split), (source, split))
+        return Recipe(P, demands, lambda b, values: b.run(node, values))
 
 
 def _one_hot(node: fx.Node) -> Dims:
@@ -72,7 +101,9 @@ RULES: dict[object, Rule] = {
     aten.gather: Related(picked),
     aten.take_along_dim: Related(picked),
     aten.scatter: Related(scattered),
-    aten.scatter_add: Related(scattered),
+    aten.scatter_add: ScatterAdd(scattered),
+    aten.slice_scatter: Related(slice_scattered),
+    aten.select_scatter: Related(slice_scattered),
     aten.index_select: Related(selected),
     aten.one_hot: Related(_one_hot),
 }

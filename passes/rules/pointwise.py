@@ -28,7 +28,7 @@ maximum minimum fmax fmin floor ceil round trunc frac eq ne lt le gt ge logical_
 __xor__ bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_left_shift bitwise_right_shift __lshift__ __rshift__ isnan isinf isfinite
 where masked_fill to _to_copy type_as contiguous clone alias detach lift_fresh_copy lift_fresh positive nan_to_num lerp addcmul addcdiv
 zeros_like ones_like full_like empty_like xlogy logaddexp sgn copysign heaviside rad2deg deg2rad sinc float_power polar complex
-resolve_conj resolve_neg real imag conj conj_physical copy nextafter hypot i0 digamma lgamma special_expit special_xlogy special_erf
+resolve_conj resolve_neg real imag conj conj_physical nextafter hypot i0 digamma lgamma special_expit special_xlogy special_erf
 special_log1p fill divide multiply subtract greater greater_equal less less_equal not_equal absolute negative fix
 """.split()
 

@@ -26,7 +26,9 @@ from autosp.kernels.errors import AutospError
 # the parameter's own norm, but never against less than this share of the whole gradient's norm.
 NORM_FLOOR = 1e-6
 GRAD_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-FLOAT32_LOSS = 1e-6  # transformers casts its logits to float32 before the loss, whatever the model's type
+# Where a float64 model itself casts to float32, only that can be asked: for its loss (transformers casts the logits), and
+# for the gradient of a parameter that it casts (Gemma's norms), which is then a sum over tokens in float32.
+FLOAT32_PARTS = 1e-6
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 
@@ -42,7 +44,8 @@ class Report:
     """What `autosp check` found. `verdict` is "exact", "mismatch" or "refused" (then `reason` says why).
 
     `loss_rel_err`, `grad_rel_err` and `groups` (parameter group: error) are the largest relative errors over all ranks,
-    None where they are not finite or nothing ran.
+    None where they are not finite or nothing ran. `float32_parameters` are those that a float64 model itself casts to
+    float32 before use: their gradients are float32 sums on one device too, and are held to `FLOAT32_PARTS`.
     """
 
     verdict: str
@@ -56,6 +59,7 @@ class Report:
     buffer_rel_err: float | None = None
     reason: str = ""
     tolerance: float | None = None
+    float32_parameters: tuple[str, ...] = ()
     dtype: str = ""
     mesh: str = ""
 
@@ -74,6 +78,7 @@ class Reference:
     losses: list[torch.Tensor]
     grads: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    float32_parameters: tuple[str, ...]
 
 
 def check_or_refuse(mesh: DeviceMesh, build: Build, options: dict[str, Any]) -> Report:
@@ -110,7 +115,7 @@ def check_on_rank(build: Build, mesh: DeviceMesh, **options: Any) -> Report:
             raise
         return Report("refused", reason=str(refusal), **described)
     errors = _errors(model, loss, reference, mine, batches)
-    return _report(_worst_over_ranks(errors, mesh), model, loss, described)
+    return _report(_worst_over_ranks(errors, mesh), model, loss, reference.float32_parameters, described)
 
 
 def call(module: Callable[..., Any], inputs: Inputs) -> Any:
@@ -167,10 +172,11 @@ def _reference(build: Build, module: nn.Module, batches: int) -> Reference:
     """Loss and gradients of `module`, which is left as it was: no gradients, buffers restored."""
     before = {name: b.detach().clone() for name, b in module.named_buffers()}
     module.zero_grad(set_to_none=True)
-    losses = []
+    losses, cast = [], set[str]()
     for i in range(batches):
         torch.manual_seed(0)
         loss = loss_of(call(module, build(i)[1]))
+        cast |= cast_to_float32(module, loss)
         (loss / batches).backward()
         losses.append(loss.detach().clone())
     grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
@@ -179,7 +185,27 @@ def _reference(build: Build, module: nn.Module, batches: int) -> Reference:
         for name, b in module.named_buffers():
             b.copy_(before[name])
     module.zero_grad(set_to_none=True)
-    return Reference(losses, grads, after)
+    return Reference(losses, grads, after, tuple(sorted(cast)))
+
+
+def cast_to_float32(module: nn.Module, loss: torch.Tensor) -> set[str]:
+    """Names of the float64 parameters that the computation of `loss` uses through a cast to float32."""
+    names = {id(p): name for name, p in module.named_parameters() if p.dtype == torch.float64}
+    found: set[str] = set()
+    seen: set[Any] = set()
+    queue: list[Any] = [loss.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for before, _ in node.next_functions:
+            parameter = getattr(before, "variable", None)  # only a leaf's accumulator has one
+            is_cast = node.name() == "ToCopyBackward0" and node._input_metadata[0].dtype == torch.float32
+            if parameter is not None and is_cast and id(parameter) in names:
+                found.add(names[id(parameter)])
+            queue.append(before)
+    return found
 
 
 def _errors(model: nn.Module, loss: torch.Tensor, reference: Reference, mine: int, batches: int) -> dict[str, float]:
@@ -223,15 +249,18 @@ def _worst_over_ranks(errors: dict[str, float], mesh: DeviceMesh) -> dict[str, f
     return errors
 
 
-def _report(errors: dict[str, float], model: nn.Module, loss: torch.Tensor, described: dict[str, Any]) -> Report:
+def _report(
+    errors: dict[str, float], model: nn.Module, loss: torch.Tensor, cast: tuple[str, ...], described: dict[str, Any]
+) -> Report:
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     tolerance = GRAD_TOLERANCE.get(dtype, GRAD_TOLERANCE[torch.float32])
-    loss_tolerance = max(tolerance, FLOAT32_LOSS) if loss.dtype == torch.float32 else tolerance
+    loss_tolerance = max(tolerance, FLOAT32_PARTS) if loss.dtype == torch.float32 else tolerance
     grads = {name.removeprefix("grad "): e for name, e in errors.items() if name.startswith("grad ")}
     groups: dict[str, float] = {}
     for name, e in grads.items():
         groups[group_of(name)] = max(groups.get(group_of(name), 0.0), e)
-    wrong = [name for name, e in sorted(grads.items(), key=lambda item: -item[1]) if not e <= tolerance]
+    allowed = {name: max(tolerance, FLOAT32_PARTS) if name in cast else tolerance for name in grads}
+    wrong = [name for name, e in sorted(grads.items(), key=lambda item: -item[1]) if not e <= allowed[name]]
     reasons = [f"{len(wrong)} of {len(grads)} gradients are off, the worst is {wrong[0]}"] if wrong else []
     reasons += ["the loss is off"] if not errors["loss"] <= loss_tolerance else []
     reasons += ["a buffer is off"] if not errors["buffers"] <= loss_tolerance else []
@@ -247,6 +276,7 @@ def _report(errors: dict[str, float], model: nn.Module, loss: torch.Tensor, desc
         buffer_rel_err=_finite(errors["buffers"]),
         reason="; ".join(reasons),
         tolerance=tolerance,
+        float32_parameters=cast,
         dtype=str(dtype).removeprefix("torch."),
         **described,
     )

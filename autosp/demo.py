@@ -29,7 +29,7 @@ Send = Callable[[tuple[str, Any]], None]
 class Settings:
     """Both runs are made from these: the same weights, the same text, the same optimizer."""
 
-    steps: int = 12
+    steps: int = 20
     seq_len: int = 8192
     ranks: int = 4
     strategy: str | None = None
@@ -55,7 +55,7 @@ class Run:
 def run_demo(settings: Settings, out: Path, console: Console) -> None:
     """Train twice, print the plan and the differences, save the loss curves as a PNG at `out`."""
     title = f"a byte-level Llama, {settings.layers} layers of width {settings.hidden}, on {settings.seq_len} bytes a step"
-    console.print(Text(f"{title}: first on {settings.ranks} ranks, then in one process", style="bold"))
+    console.print(Text(f"{title}: first on {settings.ranks} ranks, then in one process", style="bold"), soft_wrap=True)
     with _progress(console) as progress:
         parallel = _train(settings, settings.ranks, progress, console)
         single = _train(settings, 1, progress, console)
@@ -90,7 +90,7 @@ def _train(settings: Settings, ranks: int, progress: Progress, console: Console)
     def show(message: tuple[str, Any]) -> None:
         kind, value = message
         if kind == "plan":
-            console.print(Text(value))
+            console.print(Text(value), soft_wrap=True)
         else:
             progress.update(task, advance=1, description=f"{name}: loss {value:.3f}")
 

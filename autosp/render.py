@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autosp.check import Report
+from autosp.check import FLOAT32_PARTS, Report
 
 COLOURS = {"exact": "green", "mismatch": "red", "refused": "yellow"}
 
@@ -15,15 +15,19 @@ def print_report(report: Report, console: Console) -> None:
     """Per parameter group the largest relative error; then the attention sites, what was gathered, and the verdict."""
     if report.groups:
         console.print(error_table(report))
+    if report.float32_parameters:
+        names = report.float32_parameters
+        note = f"{names[0]} and {len(names) - 1} more are cast to float32 by the model itself: held to {FLOAT32_PARTS:.0e}"
+        console.print(Text(f"  {note}"), soft_wrap=True)
     for s in _runs(report):
-        console.print(Text(f"  {s}"))
+        console.print(Text(f"  {s}"), soft_wrap=True)
     for f in report.fallbacks:
-        console.print(Text(f"  gathered for {f['op']}: {f['bytes']} bytes  {f['source_line']}"))
+        console.print(Text(f"  gathered for {f['op']}: {f['bytes']} bytes  {f['source_line']}"), soft_wrap=True)
     verdict = Text(report.verdict, style=f"bold {COLOURS[report.verdict]}")
     verdict.append(f" on {report.ranks} ranks ({report.mesh})", style="default not bold")
     if report.reason:
         verdict.append(f": {report.reason}", style="default not bold")
-    console.print(verdict)
+    console.print(verdict, soft_wrap=True)
 
 
 def error_table(report: Report) -> Table:

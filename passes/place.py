@@ -8,6 +8,7 @@ for each. The two together are the proof that the local graph computes what the 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -93,8 +94,13 @@ def _type(node: fx.Node, types: Types, seeds: dict[fx.Node, Sequence[Placement]]
     if any(map(is_split, ins)):
         known = rule_of(node) is not None
         _report(node, ins, types, "works along the sequence" if known else "no rule for this operator")
-    else:
+    elif not _of_whole_tuple(node, types):
         types.lazy.add(node)
+
+
+def _of_whole_tuple(node: fx.Node, types: Types) -> bool:
+    """One of several results that were computed whole: it can be converted, its siblings need not be."""
+    return node.target is operator.getitem and operands(node)[0] not in types.lazy
 
 
 def _drawn(node: fx.Node) -> Recipe:

@@ -137,6 +137,14 @@ def test_relative_error_is_measured_against_the_norm_or_the_floor() -> None:
     assert relative_error(torch.ones(1), one, 0.0) == math.inf
 
 
+def test_parameters_that_the_model_casts_itself_are_found() -> None:
+    model = Tiny().double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    loss = model(x)["loss"] + (model.unused.float() * 2).sum() + model.blocks[0](x.float().double()).float().sum()
+    assert check.cast_to_float32(model, loss) == {"unused"}
+    assert check.cast_to_float32(model.float(), model(x.float())["loss"]) == set()
+
+
 def test_the_loss_is_found() -> None:
     x = torch.ones(3, requires_grad=True)
     loss = x.sum()

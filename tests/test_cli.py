@@ -54,7 +54,7 @@ def test_a_transformers_type_prints_a_table_and_exits_with_0() -> None:
 
 
 def test_a_mismatch_exits_with_1() -> None:
-    code, report = check("factories.py:counting", "--ranks", "2")
+    code, report = check("factories.py:doubling", "--ranks", "2")
     assert (code, report["verdict"]) == (1, "mismatch")
     assert report["grad_rel_err"] == pytest.approx(1.0) and report["loss_rel_err"] == pytest.approx(1.0)
     assert "gradients are off" in report["reason"]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..placement import Placement
+from ..placement import Placement, Shard
 from ..relation import Dims, Relation, Reshape, broadcast, operand_shape, operands, shape
-from .base import Builder, Related, Rule, Sized, argument
+from .base import Builder, Recipe, Related, Rule, Sized, argument
 
 aten = torch.ops.aten
 
@@ -85,6 +85,18 @@ def getitem(node: fx.Node) -> Dims:
     return Dims((tuple(range(len(shape(node)))),))
 
 
+@dataclass(frozen=True)
+class GetItem(Related):
+    """One of several results; it can be split if its parent can."""
+
+    def version(self, node: fx.Node, want: Shard) -> Recipe | None:
+        from . import rule_of
+
+        parent = operands(node)[0]
+        known = rule_of(parent)
+        return super().version(node, want) if known is not None and known.version(parent, want) is not None else None
+
+
 def same(node: fx.Node) -> Relation:
     """Result dimension d is operand dimension d, for one or more operands of equal rank."""
     return Dims(tuple(tuple(range(len(shape(x)))) for x in operands(node)))
@@ -107,5 +119,5 @@ RULES: dict[object, Rule] = {
     aten.ones: Sized(constant, position=0),
     aten.empty: Sized(constant, position=0),
     aten.full: Sized(constant, position=0),
-    "getitem": Related(getitem),
+    "getitem": GetItem(getitem),
 }

@@ -29,6 +29,7 @@ class Backend:
         self.mesh, self.settings, self.check_batch = mesh, settings, check_batch
         self.plan: Plan | None = None
         self.on_plan: Callable[[Plan], None] | None = None
+        self.answered = False  # the other ranks have had this call's message, so none waits for one
         self.__name__ = "autosp"  # what Dynamo calls it in messages
 
     def world(self) -> World:
@@ -40,43 +41,45 @@ class Backend:
             compiled = compile_graph(gm, example_inputs, world.spread, self.settings)
             run = _compile(compiled, example_inputs, self.settings.compiler)
         except Exception:
-            announce_failure(world)
+            self.announce_failure()
             raise
         self.plan = compiled.plan
         if self.on_plan is not None:
             self.on_plan(compiled.plan)
-        return _Step(compiled, run, world, self.check_batch)
+        return _Step(compiled, run, world, self)
+
+    def announce_failure(self) -> None:
+        """Tell ranks that wait for this one's message that it will not come to a collective."""
+        self.answered = True
+        world = self.world()
+        if world.everyone is not None:
+            agree.exchange([agree.FAILED, 0, 0, 0], world.everyone, world.device)
 
 
 class _Step:
-    """One compiled step: agree, then run."""
+    """One compiled step: agree, then run. Plans are compared in the first step, whether or not batches are in each."""
 
-    def __init__(self, compiled: Compiled, run: Callable[..., Any], world: World, check_batch: bool) -> None:
-        self._run, self._world = run, world
+    def __init__(self, compiled: Compiled, run: Callable[..., Any], world: World, backend: Backend) -> None:
+        self._run, self._world, self._backend = run, world, backend
         self._takes_seed = compiled.takes_seed
         self._data = tuple(i for i, item in enumerate(compiled.captured.inputs) if item.kind == "data")
         self._plan = agree.text_hash(compiled.plan.fingerprint)
-        self._check = check_batch
+        self._first = True
 
     def __call__(self, *args: Tensor) -> Any:
         seed = int(torch.randint(1 << 62, ()).item()) if self._takes_seed else 0
-        world = self._world
-        if world.everyone is not None and world.everyone.size() > 1 and (self._check or self._takes_seed):
-            data = [args[i] for i in self._data]
-            batch = agree.batch_hash(data) if self._check else 0
+        world, check = self._world, self._backend.check_batch
+        self._backend.answered = True
+        if world.everyone is not None and (check or self._takes_seed or self._first):
+            batch = agree.batch_hash([args[i] for i in self._data]) if check else 0
             messages = agree.exchange([agree.READY, self._plan, batch, seed], world.everyone, world.device)
             agree.judge(messages, world.spread.ranks)
+            self._first = False
             seed = messages[world.dp_rank * world.spread.ranks][3]
         if not self._takes_seed:
             return self._run(*args)
         mixed = (seed + world.dp_rank * 0x9E3779B97F4A7C15) % (1 << 62)
         return self._run(*args, torch.tensor(mixed, dtype=torch.int64, device=args[0].device if args else world.device))
-
-
-def announce_failure(world: World) -> None:
-    """Tell ranks that wait for this one's message that it will not come to a collective."""
-    if world.everyone is not None and world.everyone.size() > 1:
-        agree.exchange([agree.FAILED, 0, 0, 0], world.everyone, world.device)
 
 
 def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:

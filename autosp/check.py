@@ -11,9 +11,8 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autosp.kernels.errors import AutospError
+from autosp.reference import Build, Reference, call, loss_of, reference_run
 
 # A gradient that is zero in exact arithmetic (a key's bias under softmax) is rounding noise: errors are measured against
 # the parameter's own norm, but never against less than this share of the whole gradient's norm.
@@ -29,14 +29,6 @@ GRAD_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 # Where a float64 model itself casts to float32, only that can be asked: for its loss (transformers casts the logits), and
 # for the gradient of a parameter that it casts (Gemma's norms), which is then a sum over tokens in float32.
 FLOAT32_PARTS = 1e-6
-
-Inputs = Mapping[str, Any] | tuple[Any, ...]
-
-
-class Build(Protocol):
-    """Gives the same module on every rank, and the batch of one data-parallel group (`batch_index`)."""
-
-    def __call__(self, batch_index: int) -> tuple[nn.Module, Inputs]: ...
 
 
 @dataclass(frozen=True)
@@ -71,16 +63,6 @@ class Report:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The single-device run: one loss for each data-parallel batch, gradients of their mean, buffers afterwards."""
-
-    losses: list[torch.Tensor]
-    grads: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-    float32_parameters: tuple[str, ...]
-
-
 def check_or_refuse(mesh: DeviceMesh, build: Build, options: dict[str, Any]) -> Report:
     """`check_on_rank`, but a refusal is raised (`Refused`): the ranks that did not refuse may be waiting for this one."""
     report = check_on_rank(build, mesh, **options)
@@ -103,7 +85,7 @@ def check_on_rank(build: Build, mesh: DeviceMesh, **options: Any) -> Report:
     described = {"ranks": mesh.size(), "mesh": ",".join(f"{n}={mesh[n].size()}" for n in names)}
     try:
         module, inputs = build(mine)
-        reference = _shared_reference(build, module, batches, mesh)
+        reference = _shared_reference(build, batches, mesh)
         options = {"compiler": "aot_eager", **options}
         model = autosp.parallelize(module, mesh, **options)
         torch.manual_seed(0)
@@ -116,24 +98,6 @@ def check_on_rank(build: Build, mesh: DeviceMesh, **options: Any) -> Report:
         return Report("refused", reason=str(refusal), **described)
     errors = _errors(model, loss, reference, mine, batches)
     return _report(_worst_over_ranks(errors, mesh), model, loss, reference.float32_parameters, described)
-
-
-def call(module: Callable[..., Any], inputs: Inputs) -> Any:
-    """`module(**inputs)` for a dict, `module(*inputs)` for a tuple."""
-    return module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The scalar to differentiate: the output's `loss`, the output itself, or the only scalar in a tuple of outputs.
-
-    Raises `NoLoss` if there is none.
-    """
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    candidates = [named] if named is not None else list(output) if isinstance(output, tuple | list) else [output]
-    scalars = [x for x in candidates if isinstance(x, torch.Tensor) and x.numel() == 1 and x.requires_grad]
-    if len(scalars) != 1:
-        raise NoLoss(f"the model's output ({type(output).__name__}) has {len(scalars)} scalars to differentiate, one is needed")
-    return scalars[0].reshape(())
 
 
 def refusal_in(error: BaseException) -> AutospError | None:
@@ -151,12 +115,12 @@ def refusal_in(error: BaseException) -> AutospError | None:
     return None
 
 
-def _shared_reference(build: Build, module: nn.Module, batches: int, mesh: DeviceMesh) -> Reference:
+def _shared_reference(build: Build, batches: int, mesh: DeviceMesh) -> Reference:
     """The reference run of rank 0, on every rank. Its failure is an error on every rank too, so that none waits."""
     box: list[Any] = [None]
     if not any(mesh.get_coordinate() or ()):
         try:
-            box = [_reference(build, module, batches)]
+            box = [reference_run(build, batches)]
         except Exception as error:
             box = [f"{type(error).__name__}: {error}"]
     # From rank (0, 0) along the last axis, then along the one before: no group of the whole mesh is needed.
@@ -166,46 +130,6 @@ def _shared_reference(build: Build, module: nn.Module, batches: int, mesh: Devic
         raise ReferenceFailed(f"the plain model fails on one device already: {box[0]}")
     assert isinstance(box[0], Reference)
     return box[0]
-
-
-def _reference(build: Build, module: nn.Module, batches: int) -> Reference:
-    """Loss and gradients of `module`, which is left as it was: no gradients, buffers restored."""
-    before = {name: b.detach().clone() for name, b in module.named_buffers()}
-    module.zero_grad(set_to_none=True)
-    losses, cast = [], set[str]()
-    for i in range(batches):
-        torch.manual_seed(0)
-        loss = loss_of(call(module, build(i)[1]))
-        cast |= cast_to_float32(module, loss)
-        (loss / batches).backward()
-        losses.append(loss.detach().clone())
-    grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-    after = {name: b.detach().clone() for name, b in module.named_buffers()}
-    with torch.no_grad():
-        for name, b in module.named_buffers():
-            b.copy_(before[name])
-    module.zero_grad(set_to_none=True)
-    return Reference(losses, grads, after, tuple(sorted(cast)))
-
-
-def cast_to_float32(module: nn.Module, loss: torch.Tensor) -> set[str]:
-    """Names of the float64 parameters that the computation of `loss` uses through a cast to float32."""
-    names = {id(p): name for name, p in module.named_parameters() if p.dtype == torch.float64}
-    found: set[str] = set()
-    seen: set[Any] = set()
-    queue: list[Any] = [loss.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for before, _ in node.next_functions:
-            parameter = getattr(before, "variable", None)  # only a leaf's accumulator has one
-            is_cast = node.name() == "ToCopyBackward0" and node._input_metadata[0].dtype == torch.float32
-            if parameter is not None and is_cast and id(parameter) in names:
-                found.add(names[id(parameter)])
-            queue.append(before)
-    return found
 
 
 def _errors(model: nn.Module, loss: torch.Tensor, reference: Reference, mine: int, batches: int) -> dict[str, float]:
@@ -295,10 +219,6 @@ def _natural(name: str) -> list[Any]:
 
 def _finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
-
-
-class NoLoss(AutospError):
-    """A checked model must give one scalar to differentiate."""
 
 
 class ReferenceFailed(AutospError):

@@ -54,7 +54,7 @@ def check(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 16,
     seq_len: Annotated[int, typer.Option(min=8, help="bytes in a sequence")] = 8192,
     ranks: Annotated[int, typer.Option(min=1, help="gloo ranks on this machine's CPU")] = 4,
     strategy: Annotated[str | None, typer.Option(help="all-to-all or gather-kv; autosp's choice if not given")] = None,

@@ -29,7 +29,7 @@ Send = Callable[[tuple[str, Any]], None]
 class Settings:
     """Both runs are made from these: the same weights, the same text, the same optimizer."""
 
-    steps: int = 20
+    steps: int = 16
     seq_len: int = 8192
     ranks: int = 4
     strategy: str | None = None
@@ -61,18 +61,11 @@ def run_demo(settings: Settings, out: Path, console: Console) -> None:
         single = _train(settings, 1, progress, console)
     save_curves(parallel[0].losses, single[0].losses, settings, out)
     loss, grads = differences(parallel, single[0])
-    console.print(
-        Text(
-            f"{settings.ranks} ranks: {_timing(parallel[0])}\none process: {_timing(single[0])}\n"
-            f"loss {single[0].losses[0]:.3f} to {single[0].losses[-1]:.3f} in {settings.steps} steps, curves in {out}"
-        )
-    )
-    console.print(
-        Text(
-            f"largest relative difference, float32: loss {loss:.1e} over all steps, gradients {grads:.1e} at the first",
-            style="bold",
-        )
-    )
+    curves = f"loss {single[0].losses[0]:.3f} to {single[0].losses[-1]:.3f} in {settings.steps} steps, curves in {out}"
+    for line in (f"{settings.ranks} ranks: {_timing(parallel[0])}", f"one process: {_timing(single[0])}", curves):
+        console.print(Text(line), soft_wrap=True)
+    verdict = f"largest relative difference, float32: loss {loss:.1e} over all steps, gradients {grads:.1e} at the first"
+    console.print(Text(verdict, style="bold"), soft_wrap=True)
 
 
 def differences(parallel: list[Run], single: Run) -> tuple[float, float]:

@@ -41,7 +41,7 @@ def use_mesh(mesh: DeviceMesh) -> contextlib.AbstractContextManager[DeviceMesh]:
 
 @dataclass(frozen=True)
 class World:
-    """A resolved mesh: the place of this rank, the group of all its ranks, and their device. No group: one process."""
+    """A resolved mesh: the place of this rank, the group of all its ranks (None for one rank), and their device."""
 
     spread: Spread
     everyone: dist.ProcessGroup | None
@@ -85,12 +85,12 @@ def _world(mesh: DeviceMesh, external: bool) -> World:
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
     spread = Spread(dist.get_rank(group), dist.get_world_size(group), group.group_name, external=external)
     if mesh.ndim == 1:
-        return World(spread, group, device)
+        return World(spread, group if spread.ranks > 1 else None, device)
     dp, whole = mesh.get_group(0), _flat(mesh)
     spread = Spread(
         spread.rank, spread.ranks, spread.group, dist.get_world_size(dp), dp.group_name, whole.group_name, external=external
     )
-    return World(spread, whole, device, dist.get_rank(dp))
+    return World(spread, whole if mesh.size() > 1 else None, device, dist.get_rank(dp))
 
 
 def _flat(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosp.check import Inputs
 from autosp.kernels.errors import AutospError
+from autosp.reference import Inputs
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 

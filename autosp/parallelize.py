@@ -11,8 +11,7 @@ import torch
 import torch._dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
-from .backend import Backend, announce_failure
-from .kernels.agree import DisagreementError
+from .backend import Backend
 from .kernels.errors import AutospError
 from .passes import recognise
 from .passes.capture import CaptureError
@@ -112,18 +111,18 @@ class _Runner:
             recognise.install()
             recognise.prepare(self._function)
             self._prepared = True
+        self.backend.answered = False
         try:
             with torch._dynamo.config.patch(ignore_logging_functions=_quiet(), **_DYNAMO):
                 return self._compiled(*args, **kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as e:
-            if isinstance(e.inner_exception, AutospError):
+        except Exception as e:
+            if not self.backend.answered:  # it never came to the step: the model did not trace, or raised itself
+                self.backend.announce_failure()
+            if isinstance(e, torch._dynamo.exc.BackendCompilerFailed) and isinstance(e.inner_exception, AutospError):
                 raise e.inner_exception from None
+            if isinstance(e, torch._dynamo.exc.Unsupported | torch._dynamo.exc.UserError):
+                raise CaptureError(_explain(e)) from None
             raise
-        except DisagreementError:
-            raise
-        except torch._dynamo.exc.Unsupported as e:
-            announce_failure(self.backend.world())
-            raise CaptureError(_explain(e)) from None
 
 
 _DYNAMO = {"recompile_limit": 64}  # each sequence length is a graph of its own

@@ -39,6 +39,8 @@ class RowProgram:
     is the row dimension of the result, `differentiable` the leaves that take a gradient.
     """
 
+    # Blocks run last to first: under a causal mask the last is the largest, and memory freed by a larger block serves the
+    # next; the other way round a heap fragments until it holds all pairs.
     run: Callable[..., Tensor]
     key: str
     row_dims: tuple[int | None, ...]
@@ -90,8 +92,8 @@ def row_blocks(rows: int, pairs_per_row: int) -> Iterator[tuple[int, int]]:
 @torch.library.custom_op("asp::attend", mutates_args=())
 def attend(leaves: list[Tensor], name: str) -> Tensor:
     program = _PROGRAMS[name]
-    parts = [program.block(program.cut(leaves, b), b) for b in program.blocks]
-    return torch.cat(parts, program.out_dim) if len(parts) != 1 else parts[0].clone(memory_format=torch.contiguous_format)
+    parts = [program.block(program.cut(leaves, b), b) for b in reversed(program.blocks)]
+    return torch.cat(parts[::-1], program.out_dim) if len(parts) != 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
 
 @attend.register_fake
@@ -108,7 +110,7 @@ def _(leaves: list[Tensor], name: str) -> Tensor:
 def attend_backward(grad: Tensor, leaves: list[Tensor], name: str) -> list[Tensor]:
     program = _PROGRAMS[name]
     grads = [torch.zeros_like(leaves[i]) for i in program.differentiable]
-    for block in program.blocks:
+    for block in reversed(program.blocks):
         cut = program.cut(leaves, block)
         upstream = grad.narrow(program.out_dim, block.start, block.stop - block.start)
         for whole, i, g in zip(grads, program.differentiable, _block_gradients(program, cut, block, upstream), strict=True):

@@ -71,31 +71,24 @@ def is_causal(region: Region, constants: Constants) -> bool:
     rows, columns = region.row.length, region.columns
     if rows != columns:
         return False
-    return _is_lower(_stripped(use[0], constants), rows, constants)
+    whole = _Blocks(region, constants, [(0, rows)], np.arange(rows), [(0, columns)])
 
+    def certain(use: Use) -> bool:
+        bounds = whole.of(use)
+        return bounds is not None and bool(np.min(bounds[0]) >= 1)
 
-def _stripped(node: fx.Node, constants: Constants) -> fx.Node:
-    """Below broadcasts, aliases and conjunctions with a constant True."""
-    while node.op == "call_function":
+    def lower(use: Use) -> bool:
+        node = use[0]
+        if use in region.leaves:
+            return False
+        below = [region.reads[(use, i)] for i in range(len(operands(node)))]
         packet = getattr(node.target, "overloadpacket", None)
-        xs = operands(node)
-        if packet in (aten.expand, aten.alias, aten.contiguous, aten.clone, aten.unsqueeze, aten.view, aten.reshape) and len(xs) == 1:
-            node = xs[0]
-        elif packet in (aten.__and__, aten.bitwise_and, aten.logical_and) and len(xs) == 2:
-            trues = [i for i, x in enumerate(xs) if _numel(x) <= 1 << 20 and (c := constants.of(x)) is not None and bool(c.all())]
-            if not trues:
-                return node
-            node = xs[1 - trues[0]]
-        else:
-            return node
-    return node
+        if packet in _CONJUNCTIONS:
+            a, b = below
+            return certain(a) and lower(b) or certain(b) and lower(a)
+        return lower(below[0]) if packet in _BROADCASTS else _is_lower(node, rows, constants)
 
-
-def _numel(node: fx.Node) -> int:
-    count = 1
-    for s in shape(node):
-        count *= s
-    return count
+    return lower(use)
 
 
 def _is_lower(node: fx.Node, length: int, constants: Constants) -> bool:
@@ -202,6 +195,10 @@ class _Blocks:
         return (least[:, None], most[:, None]) if axes.row is not None else (least[None, :], most[None, :])
 
 
+_CONJUNCTIONS = (aten.__and__, aten.bitwise_and, aten.logical_and)
+_BROADCASTS = (aten.expand, aten.alias, aten.clone, aten.contiguous, aten.unsqueeze)
+
+
 def _compared(certain: Callable[[Bounds, Bounds], np.ndarray], possible: Callable[[Bounds, Bounds], np.ndarray]) -> Callable[..., Bounds]:
     return lambda a, b: (certain(a, b).astype(float), possible(a, b).astype(float))
 
@@ -230,17 +227,11 @@ _BOUNDS: dict[object, Callable[..., Bounds | None]] = {
     aten.eq: _compared(lambda a, b: (a[0] == b[1]) & (a[1] == b[0]), lambda a, b: (a[0] <= b[1]) & (b[0] <= a[1])),
     aten.add: lambda a, b: (a[0] + b[0], a[1] + b[1]),
     aten.sub: lambda a, b: (a[0] - b[1], a[1] - b[0]),
-    aten.__and__: _and,
-    aten.bitwise_and: _and,
-    aten.logical_and: _and,
+    **dict.fromkeys(_CONJUNCTIONS, _and),
+    **dict.fromkeys(_BROADCASTS, _same),
     aten.__or__: _or,
     aten.bitwise_or: _or,
     aten.logical_or: _or,
     aten.bitwise_not: lambda a: (1 - a[1], 1 - a[0]),
     aten.logical_not: lambda a: (1 - a[1], 1 - a[0]),
-    aten.expand: _same,
-    aten.alias: _same,
-    aten.clone: _same,
-    aten.contiguous: _same,
-    aten.unsqueeze: _same,
 }

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autosp
-from autosp import check
-from autosp.check import Report, check_on_rank, group_of, loss_of, refusal_in, relative_error
+from autosp.check import Report, check_on_rank, group_of, refusal_in, relative_error
 from autosp.kernels.errors import AutospError
+from autosp.reference import NoLoss, cast_to_float32, loss_of
 from pool import Pool
 
 
@@ -141,8 +141,8 @@ def test_parameters_that_the_model_casts_itself_are_found() -> None:
     model = Tiny().double()
     x = torch.randn(4, 3, dtype=torch.float64)
     loss = model(x)["loss"] + (model.unused.float() * 2).sum() + model.blocks[0](x.float().double()).float().sum()
-    assert check.cast_to_float32(model, loss) == {"unused"}
-    assert check.cast_to_float32(model.float(), model(x.float())["loss"]) == set()
+    assert cast_to_float32(model, loss) == {"unused"}
+    assert cast_to_float32(model.float(), model(x.float())["loss"]) == set()
 
 
 def test_the_loss_is_found() -> None:
@@ -150,7 +150,7 @@ def test_the_loss_is_found() -> None:
     loss = x.sum()
     assert loss_of({"logits": x, "loss": loss}) == loss and loss_of(loss) == loss and loss_of((x, loss)) == loss
     for output in (x, (loss, loss), {"loss": None, "logits": x}, None):
-        with pytest.raises(check.NoLoss, match="scalars to differentiate"):
+        with pytest.raises(NoLoss, match="scalars to differentiate"):
             loss_of(output)
 
 

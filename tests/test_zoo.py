@@ -9,6 +9,7 @@ import torch
 from conftest import FULL
 from torch.distributed.device_mesh import DeviceMesh
 
+import autosp
 from autosp import zoo
 from autosp.check import Report, check_on_rank
 from autosp.model_spec import ModelSpec
@@ -51,6 +52,19 @@ def test_family_is_exact(pool: Pool, family: str, ranks: int, length: int, strat
 def test_family_is_exact_with_data_parallel_groups(pool: Pool, family: str) -> None:
     report = pool.run(check, family, 101, "all-to-all", on="2x2", timeout=280)[0]
     assert report.verdict == "exact" and report.mesh == "dp=2,sp=2", report
+
+
+def router_logits(mesh: DeviceMesh, called_before: bool) -> int:
+    model, inputs = zoo.build("mixtral", 33)
+    if called_before:
+        model(**inputs)
+    return len(autosp.parallelize(model, mesh, compiler="aot_eager")(**inputs).router_logits)
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_outputs_of_layers_are_recorded_once(pool: Pool, called_before: bool) -> None:
+    """transformers installs its recording hooks at a model's first call, autosp before capture: not both."""
+    assert pool.run(router_logits, called_before, on=1) == [zoo.LAYERS]
 
 
 @pytest.mark.parametrize("family", zoo.FAMILIES)

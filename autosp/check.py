@@ -20,15 +20,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autosp.kernels.errors import AutospError
-from autosp.reference import Build, Reference, call, loss_of, reference_run
+from autosp.reference import Build, Reference, call, loss_of, precision, reference_run
 
 # A gradient that is zero in exact arithmetic (a key's bias under softmax) is rounding noise: errors are measured against
 # the parameter's own norm, but never against less than this share of the whole gradient's norm.
 NORM_FLOOR = 1e-6
 GRAD_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-# Where a float64 model itself casts to float32, only that can be asked: for its loss (transformers casts the logits), and
-# for the gradient of a parameter that it casts (Gemma's norms), which is then a sum over tokens in float32.
-FLOAT32_PARTS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,7 @@ class Report:
     """What `autosp check` found. `verdict` is "exact", "mismatch" or "refused" (then `reason` says why).
 
     `loss_rel_err`, `grad_rel_err` and `groups` (parameter group: error) are the largest relative errors over all ranks,
-    None where they are not finite or nothing ran. `float32_parameters` are those that a float64 model itself casts to
-    float32 before use: their gradients are float32 sums on one device too, and are held to `FLOAT32_PARTS`.
+    None where they are not finite or nothing ran. A float64 model is checked in float64 throughout (`reference.Float64`).
     """
 
     verdict: str
@@ -51,7 +47,6 @@ class Report:
     buffer_rel_err: float | None = None
     reason: str = ""
     tolerance: float | None = None
-    float32_parameters: tuple[str, ...] = ()
     dtype: str = ""
     mesh: str = ""
 
@@ -89,7 +84,8 @@ def check_on_rank(build: Build, mesh: DeviceMesh, **options: Any) -> Report:
         options = {"compiler": "aot_eager", **options}
         model = autosp.parallelize(module, mesh, **options)
         torch.manual_seed(0)
-        loss = loss_of(call(model, inputs))
+        with precision(model):
+            loss = loss_of(call(model, inputs))
         loss.backward()
     except Exception as error:
         refusal = refusal_in(error)
@@ -97,7 +93,7 @@ def check_on_rank(build: Build, mesh: DeviceMesh, **options: Any) -> Report:
             raise
         return Report("refused", reason=str(refusal), **described)
     errors = _errors(model, loss, reference, mine, batches)
-    return _report(_worst_over_ranks(errors, mesh), model, loss, reference.float32_parameters, described)
+    return _report(_worst_over_ranks(errors, mesh), model, described)
 
 
 def refusal_in(error: BaseException) -> AutospError | None:
@@ -173,21 +169,17 @@ def _worst_over_ranks(errors: dict[str, float], mesh: DeviceMesh) -> dict[str, f
     return errors
 
 
-def _report(
-    errors: dict[str, float], model: nn.Module, loss: torch.Tensor, cast: tuple[str, ...], described: dict[str, Any]
-) -> Report:
+def _report(errors: dict[str, float], model: nn.Module, described: dict[str, Any]) -> Report:
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     tolerance = GRAD_TOLERANCE.get(dtype, GRAD_TOLERANCE[torch.float32])
-    loss_tolerance = max(tolerance, FLOAT32_PARTS) if loss.dtype == torch.float32 else tolerance
     grads = {name.removeprefix("grad "): e for name, e in errors.items() if name.startswith("grad ")}
     groups: dict[str, float] = {}
     for name, e in grads.items():
         groups[group_of(name)] = max(groups.get(group_of(name), 0.0), e)
-    allowed = {name: max(tolerance, FLOAT32_PARTS) if name in cast else tolerance for name in grads}
-    wrong = [name for name, e in sorted(grads.items(), key=lambda item: -item[1]) if not e <= allowed[name]]
+    wrong = [name for name, e in sorted(grads.items(), key=lambda item: -item[1]) if not e <= tolerance]
     reasons = [f"{len(wrong)} of {len(grads)} gradients are off, the worst is {wrong[0]}"] if wrong else []
-    reasons += ["the loss is off"] if not errors["loss"] <= loss_tolerance else []
-    reasons += ["a buffer is off"] if not errors["buffers"] <= loss_tolerance else []
+    reasons += ["the loss is off"] if not errors["loss"] <= tolerance else []
+    reasons += ["a buffer is off"] if not errors["buffers"] <= tolerance else []
     plan = getattr(model, "autosp_plan", None)
     return Report(
         verdict="mismatch" if reasons else "exact",
@@ -200,7 +192,6 @@ def _report(
         buffer_rel_err=_finite(errors["buffers"]),
         reason="; ".join(reasons),
         tolerance=tolerance,
-        float32_parameters=cast,
         dtype=str(dtype).removeprefix("torch."),
         **described,
     )

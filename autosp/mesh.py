@@ -82,7 +82,8 @@ def _world(mesh: DeviceMesh, external: bool) -> World:
     if names[-1] != "sp":
         raise MeshError("the mesh has sp before dp; fix: make sp the last axis, so that neighbours in a sequence are neighbours")
     group = mesh.get_group(mesh.ndim - 1)
-    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
+    index = torch.cuda.current_device() if mesh.device_type == "cuda" else None
+    device = torch.device(mesh.device_type, index)
     spread = Spread(dist.get_rank(group), dist.get_world_size(group), group.group_name, external=external)
     if mesh.ndim == 1:
         return World(spread, group if spread.ranks > 1 else None, device)

@@ -54,7 +54,8 @@ def parallelize(
     check_batch: compare the batch across ranks at every step (one small all-gather).
 
     Raises, at the first call: CaptureError for a graph break, SequenceError for a sequence shorter than the ranks,
-    MeshError for a mesh without an sp axis; at any call DisagreementError when ranks disagree. StrategyError at once for unknown options.
+    MeshError for a mesh without an sp axis; at any call DisagreementError when ranks disagree. StrategyError at once
+    for unknown options.
     """
     settings = Settings(strategy, outputs, seq_dim, compiler, grad_sync)
     if target is None:
@@ -80,7 +81,7 @@ def _wrap(target: Any, mesh: DeviceMesh | None, settings: Settings, check_batch:
     raise AutospError(f"autosp.parallelize takes a module, a class of modules or a function, not {type(target).__name__}")
 
 
-def _wrap_class(cls: type[torch.nn.Module], mesh: DeviceMesh | None, settings: Settings, check_batch: bool) -> type[torch.nn.Module]:
+def _wrap_class(cls: type[T], mesh: DeviceMesh | None, settings: Settings, check_batch: bool) -> type[T]:
     """Instances run in parallel however they come to be: built, copied or loaded."""
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +126,8 @@ class _Runner:
             raise
 
 
-_DYNAMO = {"recompile_limit": 64}  # each sequence length is a graph of its own
+# Each sequence length is a graph of its own, and DDP around the model must not split that graph at its buckets.
+_DYNAMO = {"recompile_limit": 64, "optimize_ddp": False}
 
 
 def _quiet() -> set[Callable[..., Any]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from autosp.kernels.errors import AutospError
 
@@ -27,23 +29,22 @@ class Reference:
     losses: list[torch.Tensor]
     grads: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
-    float32_parameters: tuple[str, ...]
 
 
 def reference_run(build: Build, batches: int) -> Reference:
     """Loss and gradients of a module of its own: the one to be parallelized must not have been called on one rank only."""
     module = build(0)[0]
-    losses, cast = [], set[str]()
+    losses = []
     for i in range(batches):
         inputs = build(i)[1]
         torch.manual_seed(0)
-        loss = loss_of(call(module, inputs))
-        cast |= cast_to_float32(module, loss)
+        with precision(module):
+            loss = loss_of(call(module, inputs))
         (loss / batches).backward()
         losses.append(loss.detach())
     grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     buffers = {name: b.detach() for name, b in module.named_buffers()}
-    return Reference(losses, grads, buffers, tuple(sorted(cast)))
+    return Reference(losses, grads, buffers)
 
 
 def call(module: Callable[..., Any], inputs: Inputs) -> Any:
@@ -64,24 +65,23 @@ def loss_of(output: Any) -> torch.Tensor:
     return scalars[0].reshape(())
 
 
-def cast_to_float32(module: nn.Module, loss: torch.Tensor) -> set[str]:
-    """Names of the float64 parameters that the computation of `loss` uses through a cast to float32."""
-    names = {id(p): name for name, p in module.named_parameters() if p.dtype == torch.float64}
-    found: set[str] = set()
-    seen: set[Any] = set()
-    queue: list[Any] = [loss.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for before, _ in node.next_functions:
-            parameter = getattr(before, "variable", None)  # only a leaf's accumulator has one
-            is_cast = node.name() == "ToCopyBackward0" and node._input_metadata[0].dtype == torch.float32
-            if parameter is not None and is_cast and id(parameter) in names:
-                found.add(names[id(parameter)])
-            queue.append(before)
-    return found
+class Float64(TorchFunctionMode):
+    """Inside it, what a float64 model itself casts to float32 (logits, norms) stays float64.
+
+    Both runs of a check are made in it: a float32 sum over tokens would hide errors below 1e-7.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def precision(module: nn.Module) -> contextlib.AbstractContextManager[object]:
+    """The mode in which a module is checked: `Float64` for a module of float64 parameters."""
+    return Float64() if any(p.dtype == torch.float64 for p in module.parameters()) else contextlib.nullcontext()
 
 
 class NoLoss(AutospError):

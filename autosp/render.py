@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autosp.check import FLOAT32_PARTS, Report
+from autosp.check import Report
 
 COLOURS = {"exact": "green", "mismatch": "red", "refused": "yellow"}
 
@@ -15,10 +15,6 @@ def print_report(report: Report, console: Console) -> None:
     """Per parameter group the largest relative error; then the attention sites, what was gathered, and the verdict."""
     if report.groups:
         console.print(error_table(report))
-    if report.float32_parameters:
-        names = report.float32_parameters
-        note = f"{names[0]} and {len(names) - 1} more are cast to float32 by the model itself: held to {FLOAT32_PARTS:.0e}"
-        console.print(Text(f"  {note}"), soft_wrap=True)
     for s in _runs(report):
         console.print(Text(f"  {s}"), soft_wrap=True)
     for f in report.fallbacks:

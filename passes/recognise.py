@@ -43,8 +43,17 @@ def prepare(target: object) -> None:
     if hooks is None or not isinstance(module, torch.nn.Module):
         return
     for inner in module.modules():
-        if type(inner).__module__.startswith("transformers.") and hasattr(inner, "config"):
+        if _defined_in(type(inner).forward, hooks.__name__):  # where transformers itself installs them, and nowhere else
             hooks.maybe_install_capturing_hooks(inner)
+
+
+def _defined_in(function: Any, module: str) -> bool:
+    """Some function of a stack of decorators was defined in `module`."""
+    while function is not None:
+        if getattr(function, "__globals__", {}).get("__name__") == module:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def _wrap(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -86,8 +86,7 @@ def test_the_batch_check_can_be_switched_off(pool: Pool) -> None:
 
 
 def test_groups_of_a_data_parallel_mesh_may_hold_different_batches(pool: Pool) -> None:
-    messages = everywhere(pool, batch_of_dp_group, on="2x2")
-    assert messages[:3] == [""] * 3 or messages == [""] * 4
+    assert everywhere(pool, batch_of_dp_group, on="2x2") == [""] * 4
 
 
 def batch_of_dp_group(mesh: DeviceMesh) -> str:

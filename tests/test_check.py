@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autosp
 from autosp.check import Report, check_on_rank, group_of, refusal_in, relative_error
 from autosp.kernels.errors import AutospError
-from autosp.reference import NoLoss, cast_to_float32, loss_of
+from autosp.reference import NoLoss, loss_of, precision
 from pool import Pool
 
 
@@ -137,12 +137,14 @@ def test_relative_error_is_measured_against_the_norm_or_the_floor() -> None:
     assert relative_error(torch.ones(1), one, 0.0) == math.inf
 
 
-def test_parameters_that_the_model_casts_itself_are_found() -> None:
+def test_a_float64_model_is_checked_in_float64_throughout() -> None:
     model = Tiny().double()
-    x = torch.randn(4, 3, dtype=torch.float64)
-    loss = model(x)["loss"] + (model.unused.float() * 2).sum() + model.blocks[0](x.float().double()).float().sum()
-    assert cast_to_float32(model, loss) == {"unused"}
-    assert cast_to_float32(model.float(), model(x.float())["loss"]) == set()
+    x = torch.full((2,), 1 + 1e-12, dtype=torch.float64)
+    with precision(model):
+        assert (x.float() - 1).max() > 0 and (x.to(torch.float32) - 1).max() > 0
+        assert torch.softmax(x, 0, dtype=torch.float32).dtype == torch.float64
+    with precision(model.float()):
+        assert (x.float() - 1).max() == 0
 
 
 def test_the_loss_is_found() -> None:

@@ -17,18 +17,19 @@ from autosp.check import NORM_FLOOR, relative_error
 EXACT = 1e-9
 
 
-def twins(
-    name: str, mesh: DeviceMesh | None, seq_len: int = 33, **options: Any
-) -> tuple[nn.Module, nn.Module, dict[str, Tensor]]:
+Inputs = dict[str, Tensor]
+
+
+def twins(name: str, mesh: DeviceMesh | None, seq_len: int = 33, **options: Any) -> tuple[nn.Module, Any, Inputs]:
     """(plain, parallel, inputs) of a model of the zoo, in float64."""
     plain, inputs = {**MODELS, **OUTSIDE_LOSS}[name](seq_len, 2, torch.float64)
     return plain, autosp.parallelize(copy.deepcopy(plain), mesh, compiler="aot_eager", **options), inputs
 
 
 def other_batch(inputs: Inputs, seed: int = 1) -> Inputs:
-    """Token ids and labels of the same shapes, drawn anew."""
+    """Token ids and labels of the same shapes and ranges, drawn anew."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randint(50, x.shape, generator=generator) for name, x in inputs.items()}
+    return {name: torch.randint(int(x.max()) + 1, x.shape, generator=generator) for name, x in inputs.items()}
 
 
 def step(model: nn.Module, inputs: Inputs) -> float:

@@ -1,0 +1,94 @@
+"""Every small model of the zoo gives the single-device loss and gradients, and its plan says what was done."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import models_attention
+import models_memory
+import pytest
+import torch
+from conftest import FULL
+from models import MODELS
+from torch.distributed.device_mesh import DeviceMesh
+
+import autosp
+from autosp.check import Report, check_on_rank
+from pool import Pool
+
+STRATEGIES = ("all-to-all", "gather-kv")
+UNEVEN = [name for name in MODELS if name in models_attention.MODELS or name in models_memory.MODELS]
+TOGETHER = 6  # models checked one after the other by one task
+
+# Sites of models whose every layer is one softmax attention with nothing beside it gathered.
+SITES = {
+    **dict.fromkeys(models_attention.MODELS, 2),
+    "cross_attention": 6,
+    "cross_attention_eager": 6,
+    "nanogpt": 2,
+    "nanogpt_sdpa": 2,
+}
+SITES |= {"learned_position": 2, "learned_position_eager": 2, "checkpointed": 2, "vit_like": 2, "seq_first": 1, "mha": 1}
+UNKNOWN = {
+    "unknown_fft": ("aten.fft_rfft", "torch.fft.rfft(x, dim=1)"),
+    "unknown_cumsum": ("aten.cumsum", "torch.cumsum(self.value(x), dim=1)"),
+    "unknown_conv1d": ("aten.conv1d", "self.conv(x.transpose(1, 2))"),
+    "unknown_token_mixing": ("aten.linear", "self.mix(x.transpose(1, 2))"),
+    "unknown_flip": ("aten.flip", "self.value(x).flip(1)"),
+    "unknown_roll": ("aten.roll", "torch.roll(self.value(x), shifts=5, dims=1)"),
+    "unknown_sort": ("aten.sort", "self.value(x).sort(dim=1)"),
+}
+
+
+def cases() -> list[tuple[int, int, str | None, list[str]]]:
+    """(ranks, length, strategy, names): each model on 3 ranks; attention also by gather-kv on 2 or 4 ranks."""
+    names = list(MODELS)
+    if FULL:
+        rows = [(r, s, k, names) for r in (1, 2, 3, 4) for s in (96, 101) for k in STRATEGIES]
+    else:
+        rows = [(3, 101, None, names), (2, 96, "gather-kv", UNEVEN[::2]), (4, 101, "gather-kv", UNEVEN[1::2])]
+    return [(r, s, k, few[i : i + TOGETHER]) for r, s, k, few in rows for i in range(0, len(few), TOGETHER)]
+
+
+def check(mesh: DeviceMesh, names: Sequence[str], length: int, strategy: str | None) -> dict[str, Report]:
+    reports = {}
+    for name in names:
+        build = functools.partial(made, name, length)
+        reports[name] = check_on_rank(build, mesh, strategy=strategy)
+        torch._dynamo.reset()
+    return reports
+
+
+def made(name: str, length: int, batch_index: int = 0) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return MODELS[name](length, 2, torch.float64)
+
+
+@pytest.mark.parametrize(("ranks", "length", "strategy", "names"), cases())
+def test_models_are_exact(pool: Pool, ranks: int, length: int, strategy: str | None, names: list[str]) -> None:
+    reports = pool.run(check, names, length, strategy, on=ranks, timeout=280)[0]
+    wrong = {name: report for name, report in reports.items() if report.verdict != "exact"}
+    assert not wrong
+    for name, report in reports.items():
+        sites = [s for s in report.sites if s["kind"] == "softmax attention"]
+        if name in SITES:
+            assert len(sites) == SITES[name] and report.fallbacks == (), name
+        if strategy is not None and ranks > 1:
+            assert {s["strategy"] for s in sites} <= {strategy, "gather-kv"}, name
+        if name in UNKNOWN and ranks > 1:
+            operator, code = UNKNOWN[name]
+            told = [f for f in report.fallbacks if f["op"].startswith(operator) and code in f["source_line"]]
+            assert told and told[0]["bytes"] > 0 and "models_mixing.py:" in told[0]["source_line"], report.fallbacks
+
+
+def returned_weights(mesh: DeviceMesh) -> tuple[float, Any]:
+    model, inputs = MODELS["returns_weights"](33, 2, torch.float64)
+    want = model(**inputs)["weights"].detach()
+    parallel = autosp.parallelize(model, mesh, compiler="aot_eager", outputs="gather")
+    return float((parallel(**inputs)["weights"] - want).abs().max()), parallel.autosp_plan
+
+
+def test_attention_weights_that_are_an_output_are_right(pool: Pool) -> None:
+    for error, plan in pool.run(returned_weights, on=3):
+        assert error < 1e-12 and plan.outputs[1] == "2x33x33 Replicate"

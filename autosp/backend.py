@@ -40,6 +40,8 @@ class Backend:
         try:
             compiled = compile_graph(gm, example_inputs, world.spread, self.settings)
             run = _compile(compiled, example_inputs, self.settings.compiler)
+        except torch._dynamo.exc.RestartAnalysis:
+            raise  # Dynamo traces again and comes back: nothing failed
         except Exception:
             self.announce_failure()
             raise

@@ -126,8 +126,9 @@ class _Runner:
             raise
 
 
-# Each sequence length is a graph of its own, and DDP around the model must not split that graph at its buckets.
-_DYNAMO = {"recompile_limit": 64, "optimize_ddp": False}
+# Each sequence length is a graph of its own; DDP around the model must not split that graph at its buckets; Python floats
+# are constants of the graph, since as inputs they make Dynamo compile everything twice.
+_DYNAMO = {"recompile_limit": 64, "optimize_ddp": False, "specialize_float": True}
 
 
 def _quiet() -> set[Callable[..., Any]]:

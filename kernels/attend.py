@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from . import random
 
-BLOCK_ELEMENTS = 1 << 22  # most (row, column) pairs, over batch and heads, that one block may hold
+BLOCK_ELEMENTS = 1 << 22  # most values over (row, column) pairs that one block may hold at a time
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class RowProgram:
     """`run(rows, columns, *leaves)` gives the result for as many rows and columns as the leaves were cut to.
 
     `row_dims[i]` and `col_dims[i]` are where leaf i carries rows and columns (None: it does not), `out_dim`
-    is the row dimension of the result, `differentiable` the leaves that take a gradient.
+    is the row dimension of the result, `differentiable` the leaves that take a gradient. Blocks run last to first:
+    under a causal mask the last is the largest, and memory freed by a larger block serves the next; the other way
+    round a heap fragments until it holds all pairs.
     """
 
-    # Blocks run last to first: under a causal mask the last is the largest, and memory freed by a larger block serves the
-    # next; the other way round a heap fragments until it holds all pairs.
     run: Callable[..., Tensor]
     key: str
     row_dims: tuple[int | None, ...]
@@ -82,11 +82,10 @@ def register(program: RowProgram) -> str:
     return name
 
 
-def row_blocks(rows: int, pairs_per_row: int) -> Iterator[tuple[int, int]]:
-    """Rows cut so that no block has more than BLOCK_ELEMENTS pairs (but at least one row)."""
+def row_blocks(rows: int, pairs_per_row: int) -> list[tuple[int, int]]:
+    """Rows cut so that no block has more than BLOCK_ELEMENTS pairs (but at least one row; no rows are one empty block)."""
     step = max(1, min(rows, BLOCK_ELEMENTS // max(1, pairs_per_row)))
-    for start in range(0, rows, step):
-        yield start, min(rows, start + step)
+    return [(start, min(rows, start + step)) for start in range(0, rows, step)] or [(0, 0)]
 
 
 @torch.library.custom_op("asp::attend", mutates_args=())

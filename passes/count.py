@@ -52,7 +52,8 @@ def _gathered(node: fx.Node, low: Lowering, backward: str) -> tuple[int, int]:
     length = sum(map(size, shards))  # type: ignore[arg-type]
     shard = whole.nbytes // max(1, length) * max(map(size, shards))  # type: ignore[arg-type]
     moved = (low.ranks - 1) * shard
-    return {"nothing": (moved, 0), "scatter": (moved, moved), "gather": (0, moved)}[backward]
+    again = moved if "recompute" in node.meta else 0
+    return {"nothing": (moved, again), "scatter": (moved, moved + again), "gather": (0, moved)}[backward]
 
 
 def _exchanged(node: fx.Node, low: Lowering) -> tuple[int, int]:

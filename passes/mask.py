@@ -18,7 +18,7 @@ from .detect import SDPA, Region, Use
 from .relation import operands, shape
 
 aten = torch.ops.aten
-COLUMN_BLOCK = 128  # columns are trimmed to multiples of this
+COLUMN_BLOCK = 128  # columns are trimmed to multiples of this, or of a 2048th of them if that is more
 LARGEST_CONSTANT = 1 << 24  # elements; row and column vectors of any real sequence are smaller
 
 
@@ -123,7 +123,8 @@ def visible(
     use = mask_use(region)
     if region.closing.target is not SDPA or (use is None and not causal):
         return everything
-    cuts = [(a, min(region.columns, a + COLUMN_BLOCK)) for a in range(0, region.columns, COLUMN_BLOCK)]
+    step = max(COLUMN_BLOCK, region.columns // 2048)
+    cuts = [(a, min(region.columns, a + step)) for a in range(0, region.columns, step)]
     may = np.ones((len(row_blocks), len(cuts)), dtype=bool)
     if causal:
         last = np.array([held[a:b].max(initial=-1) for a, b in row_blocks])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ..kernels import attend, comm, random
 from ..kernels.layout import Interval, Layout, kv_heads, split
@@ -129,7 +130,13 @@ def _gathered(use: Use, dim: int, ctx: SiteContext) -> Leaf:
         return Leaf(V, _stay)
 
     def move(b: Builder, x: fx.Node) -> fx.Node:
-        return b.call(comm.gather_varying, x, dim, layout.shards, 1, 1, b.rank, b.group) if b.ranks > 1 else x
+        if b.ranks == 1:
+            return x
+        whole = b.call(comm.gather_varying, x, dim, layout.shards, 1, 1, b.rank, b.group)
+        # Backward gathers again: saved, the whole of every layer's keys and values would be the largest thing in memory.
+        whole.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        whole.meta.setdefault("ac_graph_id", 0)
+        return whole
 
     return Leaf(Shard(dim, layout), move)
 
@@ -198,10 +205,7 @@ def _computed(
         else:
             positions = rows if axes.row is not None else ((0, region.columns),)
             values.append(b.call(random.positions, positions, region.closing.meta["val"].device))
-    pairs = region.columns * _batch(region) * max(1, heads.count)
-    cuts = list(attend.row_blocks(len(held), pairs)) or [(0, 0)]
-    seen = visible(region, ctx.constants, cuts, held, causal)
-    blocks = tuple(attend.Block(a, z, lo, hi) for (a, z), (lo, hi) in zip(cuts, seen, strict=True))
+    blocks = _blocks(region, ctx, held, causal, _batch(region) * (1 if trimmed else max(1, heads.count)))
     run = fx.GraphModule(torch.nn.Module(), graph)
     name = attend.register(
         attend.RowProgram(
@@ -210,12 +214,28 @@ def _computed(
             tuple(axes.row for _, axes in program.leaves),
             tuple(axes.col if trimmed else None for _, axes in program.leaves),
             _row(region),
-            blocks,
+            tuple(blocks),
             tuple(i for i, (what, _) in enumerate(program.leaves) if isinstance(what, tuple) and what[0] in ctx.facts.differentiable),
             _autocast(region.closing.meta["val"].device.type),
         )
     )
     return b.call(torch.ops.asp.attend.default, values, name)
+
+
+COARSE_ROWS = 1024  # rows that share one look at which columns they see
+
+
+def _blocks(region: Region, ctx: SiteContext, held: np.ndarray, causal: bool, copies: int) -> list[attend.Block]:
+    """Blocks of the rows at hand, each with the columns it sees; `copies` values stand over each (row, column) pair.
+
+    Attention kernels hold no scores, only the mask, which heads share; other regions hold every head's.
+    """
+    coarse = [(a, min(len(held), a + COARSE_ROWS)) for a in range(0, max(1, len(held)), COARSE_ROWS)]
+    blocks = []
+    for (a, z), (first, last) in zip(coarse, visible(region, ctx.constants, coarse, held, causal), strict=True):
+        for start, stop in attend.row_blocks(z - a, (last - first) * copies):
+            blocks.append(attend.Block(a + start, a + stop, first, last))
+    return blocks
 
 
 def _direct(b: Builder, region: Region, ctx: SiteContext, leaves: dict[Use, fx.Node], heads: Heads, whole: bool) -> fx.Node | None:

@@ -93,9 +93,7 @@ class Plan:
         raw: dict[str, Any] = json.loads(text)
         for key, kind in (("fallbacks", Fallback), ("collectives", Collective)):
             raw[key] = tuple(kind(**row) for row in raw[key])
-        raw["sites"] = tuple(
-            Site(**{**row, "rejected": tuple(Rejected(**r) for r in row["rejected"])}) for row in raw["sites"]
-        )
+        raw["sites"] = tuple(Site(**{**row, "rejected": tuple(Rejected(**r) for r in row["rejected"])}) for row in raw["sites"])
         for key in ("sequence", "outputs", "notes"):
             raw[key] = tuple(raw[key])
         return cls(**raw)
@@ -121,7 +119,9 @@ def _sites(sites: tuple[Site, ...]) -> list[str]:
     lines: list[str] = []
     runs: list[list[Site]] = []
     for site in sites:
-        same = runs and dataclasses.replace(site, name="", source_line="") == dataclasses.replace(runs[-1][0], name="", source_line="")
+        same = runs and dataclasses.replace(site, name="", source_line="") == dataclasses.replace(
+            runs[-1][0], name="", source_line=""
+        )
         if same:
             runs[-1].append(site)
         else:

@@ -197,9 +197,7 @@ def _counts(pieces: list[list[tuple[int, int, int]]], rest: int) -> list[int]:
     return [sum(n for _, _, n in row) * rest for row in pieces]
 
 
-def to_heads(
-    x: Tensor, head_dim: int, seq_dim: int, heads: Sequence[Interval], shards: Shards, rank: int, group: str
-) -> Tensor:
+def to_heads(x: Tensor, head_dim: int, seq_dim: int, heads: Sequence[Interval], shards: Shards, rank: int, group: str) -> Tensor:
     """All heads of my positions -> my heads of all positions.
 
     x: [.., all heads, .., my positions, ..]. `heads[r]` are those that rank r computes; a head that several

@@ -76,7 +76,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """
     refuse_graph_break(gm)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    fakes = [n.meta["example_value"] if "example_value" in n.meta else x for n, x in zip(placeholders, example_inputs, strict=True)]
+    fakes = [n.meta.get("example_value", x) for n, x in zip(placeholders, example_inputs, strict=True)]
     for node, value in zip(placeholders, fakes, strict=True):
         if not isinstance(value, Tensor) or any(not isinstance(s, int) for s in value.shape):
             raise CaptureError(f"input {node.name} has a dynamic size; autosp compiles for fixed sizes: use dynamic=False")
@@ -112,7 +112,9 @@ def _mutated(module: fx.GraphModule, signature: Any) -> tuple[int, ...]:
     names = [n.name for n in module.graph.nodes if n.op == "placeholder"]
     changed = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
     output = next(iter(reversed(module.graph.nodes)))
-    return tuple(names.index(changed[n.name]) for n in output.args[0] if isinstance(n, fx.Node) and n.name in changed)[: len(changed)]
+    return tuple(names.index(changed[n.name]) for n in output.args[0] if isinstance(n, fx.Node) and n.name in changed)[
+        : len(changed)
+    ]
 
 
 def _inline_checkpoints(gm: fx.GraphModule) -> fx.GraphModule:
@@ -121,32 +123,31 @@ def _inline_checkpoints(gm: fx.GraphModule) -> fx.GraphModule:
     A checkpoint inside a checkpoint belongs to the outer region.
     """
     region = 0
-    while True:
-        hop = next((n for n in gm.graph.nodes if _is_checkpoint(n)), None)
-        if hop is None:
-            break
+    while (hop := next((n for n in gm.graph.nodes if _is_checkpoint(n)), None)) is not None:
         region += 1
-        inner = getattr(gm, hop.args[0].target)
-        body = fx.GraphModule(inner, inner.graph)
-        values = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), hop.args[1:], strict=True))
-        _copy_attributes(body, gm, region)
-        with gm.graph.inserting_before(hop):
-            for node in body.graph.nodes:
-                if node.op == "placeholder":
-                    continue
-                if node.op == "output":
-                    result = fx.map_arg(node.args[0], lambda n: values[n])
-                    break
-                copied = gm.graph.node_copy(node, lambda n: values[n])
-                if node.op == "get_attr":
-                    copied.target = f"checkpoint_{region}_{node.target}".replace(".", "_")
-                copied.meta.setdefault("recompute", hop.meta.get("recompute", CheckpointPolicy.PREFER_RECOMPUTE))
-                copied.meta.setdefault("ac_graph_id", hop.meta.get("ac_graph_id", region))
-                values[node] = copied
-        _replace_results(hop, result)
+        _replace_results(hop, _inlined(gm, hop, region))
         gm.graph.erase_node(hop)  # nothing else is removed here: torch-IR still mutates in place
     gm.recompile()
     return gm
+
+
+def _inlined(gm: fx.GraphModule, hop: fx.Node, region: int) -> Any:
+    """Copy a region's body before its call, tagged; gives the body's results."""
+    inner = getattr(gm, hop.args[0].target)  # type: ignore[union-attr, arg-type]
+    body = fx.GraphModule(inner, inner.graph)
+    values: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), hop.args[1:], strict=True))
+    _copy_attributes(body, gm, region)
+    with gm.graph.inserting_before(hop):
+        for node in body.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            copied = gm.graph.node_copy(node, lambda n: values[n])
+            if node.op == "get_attr":
+                copied.target = f"checkpoint_{region}_{node.target}".replace(".", "_")
+            copied.meta.setdefault("recompute", hop.meta.get("recompute", CheckpointPolicy.PREFER_RECOMPUTE))
+            copied.meta.setdefault("ac_graph_id", hop.meta.get("ac_graph_id", region))
+            values[node] = copied
+    return fx.map_arg(body.graph.output_node().args[0], lambda n: values[n])
 
 
 def _is_checkpoint(node: fx.Node) -> bool:
@@ -189,7 +190,9 @@ def _normalise(graph: fx.Graph) -> None:
 
 
 def _is_mode(node: fx.Node) -> bool:
-    return node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem
+    return (
+        node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem
+    )
 
 
 def insert(like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:

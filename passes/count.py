@@ -82,8 +82,10 @@ def _relaid(node: fx.Node, low: Lowering) -> tuple[int, int]:
 def _synced(node: fx.Node, low: Lowering) -> tuple[int, int]:
     if node.args[1] is None:
         return 0, 0
-    world = low.ranks * low.spread.dp if node.args[1] == low.spread.whole_group else (
-        low.spread.dp if node.args[1] == low.spread.dp_group else low.ranks
+    world = (
+        low.ranks * low.spread.dp
+        if node.args[1] == low.spread.whole_group
+        else (low.spread.dp if node.args[1] == low.spread.dp_group else low.ranks)
     )
     total = sum(_bytes(p.meta["val"]) for p in node.args[0])  # type: ignore[union-attr]
     return 0, 2 * (world - 1) * total // world

@@ -8,17 +8,16 @@ value carries both rows and columns, and its leaves, which carry at most one of 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from ..kernels.layout import Layout
-from .capture import Captured, source_line
+from .capture import Captured
 from .facts import Facts, is_random
 from .place import Types, rule
-from .placement import Pairwise, Placement, Shard
+from .placement import Pairwise, Shard
 from .relation import Relation, Summed, operands, shape
 from .rules import rule_of
 from .rules.base import argument
@@ -58,7 +57,8 @@ class Region:
     @property
     def softmax(self) -> bool:
         return self.closing.target is SDPA or any(
-            getattr(n.target, "overloadpacket", None) in (aten.softmax, aten._softmax, aten._safe_softmax) for n, _ in self.interior
+            getattr(n.target, "overloadpacket", None) in (aten.softmax, aten._softmax, aten._safe_softmax)
+            for n, _ in self.interior
         )
 
 
@@ -141,14 +141,22 @@ def _walk(node: fx.Node, facts: Facts, types: Types, carrying: set[fx.Node]) -> 
     row = walker.linked(relation, node, 0, out.dim)
     if row is None or out.merged:
         raise _NotARegion("its rows are merged with another dimension")
-    heads = [d for d in range(len(shape(lhs))) if d not in (row, contracted[0]) and isinstance(relation.forward(0, Shard(d, out.layout)), Shard)]
+    heads = [
+        d
+        for d in range(len(shape(lhs)))
+        if d not in (row, contracted[0]) and isinstance(relation.forward(0, Shard(d, out.layout)), Shard)
+    ]
     head = max(heads, default=None)  # the batch dimension nearest to rows and columns
     head_out = None
     if head is not None:
         t = relation.forward(0, Shard(head, out.layout))
         head_out = t.dim if isinstance(t, Shard) else None
     region = Region(
-        node, Axes(out.dim, None, head_out), out.layout, shape(lhs)[contracted[0]], shape(node)[head_out] if head_out is not None else 1
+        node,
+        Axes(out.dim, None, head_out),
+        out.layout,
+        shape(lhs)[contracted[0]],
+        shape(node)[head_out] if head_out is not None else 1,
     )
     right = walker.linked(relation, node, 1, head_out) if head_out is not None else None
     region.reads[((node, region.axes), 0)] = walker.visit(lhs, Axes(row, contracted[0], head), region)
@@ -298,7 +306,12 @@ def repeated_heads(node: fx.Node, axes: Axes) -> tuple[fx.Node, int] | None:
         return None
     before, after, h = shape(operands(inner)[0]), shape(inner), axes.head
     merged = (*after[:h], after[h] * after[h + 1], *after[h + 2 :]) if len(after) == len(shape(node)) + 1 else ()
-    if merged != shape(node) or len(before) != len(after) or before[h + 1] != 1 or before[:h] + before[h + 2 :] != after[:h] + after[h + 2 :]:
+    if (
+        merged != shape(node)
+        or len(before) != len(after)
+        or before[h + 1] != 1
+        or before[:h] + before[h + 2 :] != after[:h] + after[h + 2 :]
+    ):
         return None
     if before[h] != after[h]:
         return None

@@ -128,9 +128,10 @@ def _feeds_product(node: fx.Node, depth: int = 8) -> bool:
         if user.target in _PRODUCTS:
             if operands(user)[-2] is node:
                 return True
-        elif depth and user.op == "call_function" and len(shape(user)) >= 2 and shape(user)[-2] == shape(node)[-2]:
-            if _feeds_product(user, depth - 1):
-                return True
+            continue
+        same_rows = user.op == "call_function" and len(shape(user)) >= 2 and shape(user)[-2] == shape(node)[-2]
+        if depth and same_rows and _feeds_product(user, depth - 1):
+            return True
     return False
 
 

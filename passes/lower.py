@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from ..kernels import comm, random
-
 from .capture import Captured
 from .facts import Facts
 from .place import Decisions
@@ -182,7 +181,11 @@ def _emit(low: Lowering, decisions: Decisions, node: fx.Node, placement: Placeme
     values = [low.env[demand] for demand in recipe.demands]
     before = len(low.graph.nodes)
     out = _under_modes(low, node, lambda: recipe.emit(low, values))
-    if node in low.facts.no_grad and any(x in low.facts.differentiable for x, _ in recipe.demands) and len(low.graph.nodes) > before:
+    if (
+        node in low.facts.no_grad
+        and any(x in low.facts.differentiable for x, _ in recipe.demands)
+        and len(low.graph.nodes) > before
+    ):
         out = low.call(aten.detach.default, out) if isinstance(node.meta.get("val"), torch.Tensor) else out
     low.env[key] = out
     low.current = None
@@ -230,6 +233,3 @@ def _emit_buckets(low: Lowering, decisions: Decisions) -> None:
 
 def _is_parameter(low: Lowering, node: fx.Node) -> bool:
     return node.op == "placeholder" and low.facts.inputs[node].kind == "parameter" and node in low.facts.differentiable
-
-
-

@@ -37,7 +37,7 @@ class Constants:
 
     def _evaluate(self, node: fx.Node) -> Tensor | None:
         value = node.meta.get("val")
-        if not isinstance(value, Tensor) and node.op != "get_attr" or node.op == "placeholder":
+        if (not isinstance(value, Tensor) and node.op != "get_attr") or node.op == "placeholder":
             return None
         if node.op == "get_attr":
             held = getattr(self._module, str(node.target))
@@ -85,7 +85,7 @@ def is_causal(region: Region, constants: Constants) -> bool:
         packet = getattr(node.target, "overloadpacket", None)
         if packet in _CONJUNCTIONS:
             a, b = below
-            return certain(a) and lower(b) or certain(b) and lower(a)
+            return (certain(a) and lower(b)) or (certain(b) and lower(a))
         return lower(below[0]) if packet in _BROADCASTS else _is_lower(node, rows, constants)
 
     return lower(use)
@@ -144,7 +144,12 @@ class _Blocks:
     """Interval arithmetic over the mask's operators, on all blocks at once."""
 
     def __init__(
-        self, region: Region, constants: Constants, row_blocks: list[tuple[int, int]], held: np.ndarray, cuts: list[tuple[int, int]]
+        self,
+        region: Region,
+        constants: Constants,
+        row_blocks: list[tuple[int, int]],
+        held: np.ndarray,
+        cuts: list[tuple[int, int]],
     ) -> None:
         self._region, self._constants = region, constants
         self._rows, self._held, self._cuts = row_blocks, held, cuts
@@ -200,7 +205,9 @@ _CONJUNCTIONS = (aten.__and__, aten.bitwise_and, aten.logical_and)
 _BROADCASTS = (aten.expand, aten.alias, aten.clone, aten.contiguous, aten.unsqueeze)
 
 
-def _compared(certain: Callable[[Bounds, Bounds], np.ndarray], possible: Callable[[Bounds, Bounds], np.ndarray]) -> Callable[..., Bounds]:
+def _compared(
+    certain: Callable[[Bounds, Bounds], np.ndarray], possible: Callable[[Bounds, Bounds], np.ndarray]
+) -> Callable[..., Bounds]:
     return lambda a, b: (certain(a, b).astype(float), possible(a, b).astype(float))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..cost_model.plan import Collective, Fallback, Plan, Rejected, Site
+from ..cost_model.plan import Fallback, Plan, Rejected, Site
 from ..cost_model.volumes import COSTS, Attention
 from ..kernels.errors import AutospError
 from ..kernels.layout import Layout
@@ -20,7 +20,6 @@ from .lower import Lowering, Spread, lower
 from .mask import Constants, is_causal, mask_use
 from .placement import Placement, R, Shard
 from .relation import operands, shape
-
 from .sites import LOWERINGS, SiteContext, inapplicable
 from .verify import verify
 
@@ -235,7 +234,11 @@ def _choose(region: detect.Region, ctx: SiteContext, types: place.Types, setting
             note = f"{settings.strategy} cannot apply: {reasons[settings.strategy]}"
     types.recipes[region.closing] = LOWERINGS[best](region, ctx)
     rejected = tuple(
-        Rejected(n, reasons[n] or "sends more" if n in usable and settings.strategy is None else reasons[n] or "not asked for", _sum(prices[n], reasons[n]))
+        Rejected(
+            n,
+            reasons[n] or "sends more" if n in usable and settings.strategy is None else reasons[n] or "not asked for",
+            _sum(prices[n], reasons[n]),
+        )
         for n in LOWERINGS
         if n != best
     )

@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from ..kernels import comm
+from ..kernels.errors import AutospError
 from .capture import Captured, source_line
 from .facts import Facts, is_float, is_mode, is_random
-from .placement import P, Pairwise, Partial, Placement, R, Replicate, Shard, V, Varying
-from .relation import operands, shape
+from .placement import Pairwise, Partial, Placement, R, Replicate, Shard, V, Varying
+from .relation import operands
 from .rules import rule_of
 from .rules.base import Recipe, Rule, is_split
 
@@ -74,15 +75,16 @@ def natural(captured: Captured, facts: Facts, seeds: dict[fx.Node, Sequence[Plac
             types.recipes[node] = Recipe(R, (), lambda b, values, node=node: b.run(node, values))
             types.lazy.add(node)
         elif node.op == "call_function" and not is_mode(node):
-            _type(node, types, seeds)
+            _type(node, types, facts, seeds)
     return types
 
 
-def _type(node: fx.Node, types: Types, seeds: dict[fx.Node, Sequence[Placement]]) -> None:
+def _type(node: fx.Node, types: Types, facts: Facts, seeds: dict[fx.Node, Sequence[Placement]]) -> None:
     ins = [types.seen(x) for x in operands(node)]
     if node in seeds:
         ins = [p if is_split(p) else s for p, s in zip(ins, seeds[node], strict=True)]
     if is_random(node):
+        _refuse_drawn_gradient(node, facts)
         types.recipes[node] = _drawn(node)
         _report(node, ins, types, "draws random numbers: drawn once and broadcast")
         return
@@ -103,10 +105,25 @@ def _of_whole_tuple(node: fx.Node, types: Types) -> bool:
     return node.target is operator.getitem and operands(node)[0] not in types.lazy
 
 
+class RandomnessError(AutospError):
+    """An operator draws random numbers and passes a gradient through them: ranks could not draw the same."""
+
+
+def _refuse_drawn_gradient(node: fx.Node, facts: Facts) -> None:
+    if node in facts.differentiable:
+        raise RandomnessError(
+            f"{node.target} draws random numbers and its input takes a gradient\nat {source_line(node)}\n"
+            "autosp makes dropout (F.dropout, attention dropout) agree across ranks, other random layers not yet. "
+            "Fix: use F.dropout there, or draw the noise separately (torch.rand_like(x.detach())) and multiply."
+        )
+
+
 def _drawn(node: fx.Node) -> Recipe:
     """Rank 0's random numbers on every rank."""
     demands = tuple((x, R) for x in operands(node))
-    return Recipe(R, demands, lambda b, values: b.call(comm.broadcast, b.run(node, values), b.group) if b.ranks > 1 else b.run(node, values))
+    return Recipe(
+        R, demands, lambda b, values: b.call(comm.broadcast, b.run(node, values), b.group) if b.ranks > 1 else b.run(node, values)
+    )
 
 
 def _report(node: fx.Node, ins: Sequence[Placement], types: Types, reason: str) -> None:
@@ -226,10 +243,3 @@ def converted(node: fx.Node, have: Placement, want: Placement) -> Recipe:
             return Recipe(want, demands, lambda b, v: b.relaid(node, v[0], have, want))  # type: ignore[attr-defined]
         return converted(node, R, want)
     raise AssertionError(f"{node}: no way from {have} to {want}")
-
-
-def describe(gathered: Gathered) -> str:
-    return source_line(gathered.node)
-
-
-__all__ = ["Decisions", "Gathered", "P", "Types", "converted", "decide", "describe", "natural", "shape"]

@@ -146,7 +146,9 @@ class ProgramBuilder:
     def expanded(self, use: Use) -> fx.Node:
         """Key/value heads, one for each query head of the program."""
         groups, head = self.region.groups[use], use[1].head
-        return self.call(attend.expand_heads, self.values[use], head, self.heads.first, self.heads.count, self.heads.first // groups, groups)
+        return self.call(
+            attend.expand_heads, self.values[use], head, self.heads.first, self.heads.count, self.heads.first // groups, groups
+        )
 
     def _attention(self, node: fx.Node, values: Sequence[fx.Node], causal: bool) -> fx.Node:
         region, mask = self.region, values[3] if len(values) == 4 else None
@@ -173,6 +175,15 @@ class ProgramBuilder:
         if rank > 2:
             where[rank - 3] = self.heads.first
         return self.call(
-            attend.sdpa_dropout, *qkv, mask, *positions, argument(node, "scale"), grouped, p, self.seed(), site_salt(node), weights_shape, where
+            attend.sdpa_dropout,
+            *qkv,
+            mask,
+            *positions,
+            argument(node, "scale"),
+            grouped,
+            p,
+            self.seed(),
+            site_salt(node),
+            weights_shape,
+            where,
         )
-

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -215,7 +214,9 @@ def _computed(
             tuple(axes.col if trimmed else None for _, axes in program.leaves),
             _row(region),
             tuple(blocks),
-            tuple(i for i, (what, _) in enumerate(program.leaves) if isinstance(what, tuple) and what[0] in ctx.facts.differentiable),
+            tuple(
+                i for i, (what, _) in enumerate(program.leaves) if isinstance(what, tuple) and what[0] in ctx.facts.differentiable
+            ),
             _autocast(region.closing.meta["val"].device.type),
         )
     )
@@ -238,13 +239,15 @@ def _blocks(region: Region, ctx: SiteContext, held: np.ndarray, causal: bool, co
     return blocks
 
 
-def _direct(b: Builder, region: Region, ctx: SiteContext, leaves: dict[Use, fx.Node], heads: Heads, whole: bool) -> fx.Node | None:
+def _direct(
+    b: Builder, region: Region, ctx: SiteContext, leaves: dict[Use, fx.Node], heads: Heads, whole: bool
+) -> fx.Node | None:
     """scaled_dot_product_attention itself, when no mask or all of a causal one applies to the rows at hand."""
     node = region.closing
     if node.target is not SDPA or argument(node, "dropout_p", 0.0):
         return None
-    masked = (3 in [i for (use, i) in region.reads if use == (node, region.axes)])
-    causal = ctx.causal(region) and not masked or masked and not ctx.causal(region) and is_causal(region, ctx.constants)
+    masked = 3 in [i for (use, i) in region.reads if use == (node, region.axes)]
+    causal = (ctx.causal(region) and not masked) or (masked and not ctx.causal(region) and is_causal(region, ctx.constants))
     if (masked or ctx.causal(region)) and not (causal and whole and region.row.length == region.columns):
         return None
     me = (node, region.axes)

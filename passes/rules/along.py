@@ -11,6 +11,7 @@ from torch import fx
 from ..placement import Partial, Placement
 from ..relation import Dims, Summed, operand_shape, operands, shape
 from .base import Builder, Related, Rule, argument, dims_of
+from .pointwise import pointwise
 
 aten = torch.ops.aten
 
@@ -85,9 +86,11 @@ def _norm(node: fx.Node) -> Dims:
 
 
 def _batch_only(node: fx.Node) -> Dims:
-    """Only the first operand's first dimension is batch (convolutions, group norm)."""
-    first = (0,) + (None,) * (len(operand_shape(node, 0)) - 1)
-    return Dims((first,) + tuple((None,) * len(shape(x)) for x in operands(node)[1:]))
+    """Only the first operand's first dimension is batch (group norm; convolutions, unless their input has no batch)."""
+    x, *rest = operands(node)
+    batched = node.target is aten.group_norm.default or len(shape(x)) == len(shape(rest[0]))
+    first = (0 if batched else None, *(None,) * (len(shape(x)) - 1))
+    return Dims((first, *((None,) * len(shape(other)) for other in rest)))
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,20 @@ def _same(node: fx.Node) -> Dims:
 
 _DIM = named()
 ALONG = [aten.softmax, aten.log_softmax, aten._softmax, aten._log_softmax, aten._safe_softmax, aten.cumsum, aten.cumprod]
-ALONG += [aten.logcumsumexp, aten.cummax, aten.cummin, aten.glu, aten.renorm]
+ALONG += [aten.logcumsumexp, aten.cummax, aten.cummin, aten.glu]
 LAST = [aten.sort, aten.topk, aten.argsort, aten.kthvalue]
 REDUCED = [aten.amax, aten.amin, aten.argmax, aten.argmin, aten.prod, aten.var, aten.std, aten.var_mean, aten.std_mean]
-REDUCED += [aten.logsumexp, aten.any, aten.all, aten.norm, aten.linalg_vector_norm, aten.max, aten.min, aten.median, aten.count_nonzero]
+REDUCED += [
+    aten.logsumexp,
+    aten.any,
+    aten.all,
+    aten.norm,
+    aten.linalg_vector_norm,
+    aten.max,
+    aten.min,
+    aten.median,
+    aten.count_nonzero,
+]
 
 RULES: dict[object, Rule] = {
     **{op: Related(along(_DIM)) for op in ALONG},
@@ -136,11 +149,8 @@ RULES: dict[object, Rule] = {
     aten.rms_norm: Related(_norm),
     **{op: Related(_batch_only) for op in [aten.conv1d, aten.conv2d, aten.conv3d, aten.group_norm, aten.convolution]},
     aten.repeat_interleave.self_int: Related(along(named("dim"))),
+    aten.max.other: Related(pointwise),
+    aten.min.other: Related(pointwise),
     aten.tril: Triangle(_same, lower=True),
     aten.triu: Triangle(_same, lower=False),
 }
-# The binary overloads of these reductions are pointwise.
-for _op in (aten.max.other, aten.min.other):
-    from .pointwise import pointwise
-
-    RULES[_op] = Related(pointwise)

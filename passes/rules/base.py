@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from ..placement import P, Pairwise, Partial, Placement, R, Shard, V
+from ..placement import P, Pairwise, Placement, R, Shard, V
 from ..relation import Relation, Summed, operands, shape
 
 
@@ -166,6 +166,3 @@ def dims_of(value: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
         return tuple(range(rank))
     values = (value,) if isinstance(value, int) else value
     return tuple(d % rank if rank else 0 for d in values)
-
-
-__all__ = ["Builder", "Emit", "Partial", "Recipe", "Related", "Rule", "Sized", "argument", "dims_of", "is_split", "parts"]

@@ -71,7 +71,16 @@ def _einsum(node: fx.Node) -> Dims:
     if "." in equation or "->" not in equation or any(len(set(t)) != len(t) for t in equation.split("->")[0].split(",")):
         return Dims(tuple((None,) * len(shape(x)) for x in operands(node)))
     terms, out = equation.split("->")
-    return contracted([list(term) for term in terms.split(",")], list(out))
+    labels = [list(term) for term in terms.split(",")]
+    sizes: dict[str, int] = {}
+    for x, term in zip(operands(node), labels, strict=True):
+        for label, size in zip(term, shape(x), strict=True):
+            sizes[label] = max(size, sizes.get(label, 1))
+    stretched = [
+        [label if size == sizes[label] else None for label, size in zip(term, shape(x), strict=True)]
+        for x, term in zip(operands(node), labels, strict=True)
+    ]
+    return contracted(stretched, list(out))
 
 
 def _outer(node: fx.Node) -> Dims:

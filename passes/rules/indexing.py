@@ -16,7 +16,10 @@ aten = torch.ops.aten
 
 
 def embedding(node: fx.Node) -> Dims:
+    """weight [N, D], indices [...] -> [..., D]; gradients scaled by frequency need every index at once."""
     rank = len(shape(node))
+    if argument(node, "scale_grad_by_freq", False):
+        return Dims(((None, None), (None,) * (rank - 1)))
     return Dims(((None, rank - 1), tuple(range(rank - 1))))
 
 
@@ -30,7 +33,7 @@ def index(node: fx.Node) -> Dims:
     at = taken[0] if together else 0
     row, out = [], 0
     for d in range(len(x)):
-        if together and d == at or not together and d == 0:
+        if (together and d == at) or (not together and d == 0):
             out += len(drawn)
         row.append(None if d in taken else out)
         out += d not in taken
@@ -83,7 +86,14 @@ class ScatterAdd(Related):
         x, i, source = operands(node) if len(operands(node)) == 3 else (None, None, None)
         dim = argument(node, "dim") % max(1, len(shape(node)))
         split = ins[1]
-        if x is None or i is None or source is None or not isinstance(split, Shard) or split.dim != dim or shape(i) != shape(source):
+        if (
+            x is None
+            or i is None
+            or source is None
+            or not isinstance(split, Shard)
+            or split.dim != dim
+            or shape(i) != shape(source)
+        ):
             return super().native(node, ins)
         if x.target not in (aten.zeros.default, aten.zeros_like.default):
             return None

@@ -45,9 +45,9 @@ class Elementwise(Related):
         if reduction == NONE:
             return super().native(node, ins)
         relation, xs = self.relation(node), operands(node)
-        out = next(t for i, p in enumerate(ins) for s in parts(p) if isinstance(t := relation.forward(i, s), Shard))
-        back = relation.backward(out)
-        if back is None or not isinstance(out, Shard):
+        out = next((t for i, p in enumerate(ins) for s in parts(p) if isinstance(t := relation.forward(i, s), Shard)), None)
+        back = relation.backward(out) if out is not None else None
+        if back is None:
             return None
         count = 1
         for size in torch.broadcast_shapes(*[shape(x) for x in xs]):
@@ -120,8 +120,10 @@ def mean_of(total: Tensor, target: Tensor, weight: Tensor | None, ignore_index: 
     return total / (weight.detach()[torch.where(valid, target, 0)] * valid).sum()
 
 
-_ELEMENTWISE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div soft_margin_loss
-poisson_nll_loss""".split()
+_ELEMENTWISE = """
+mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div soft_margin_loss
+poisson_nll_loss
+""".split()
 
 RULES: dict[object, Rule] = {
     **{getattr(aten, name): Elementwise(_elementwise) for name in _ELEMENTWISE},

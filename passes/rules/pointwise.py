@@ -21,15 +21,16 @@ def pointwise(node: fx.Node) -> Dims:
 
 
 _NAMES = """
-add sub rsub mul div true_divide floor_divide remainder fmod pow square neg abs sign exp exp2 expm1 log log2 log10 log1p sqrt rsqrt
-reciprocal sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc erfinv sigmoid silu gelu relu relu6 elu celu selu
-leaky_relu mish softplus softsign hardtanh hardswish hardsigmoid log_sigmoid logit threshold clamp clamp_min clamp_max clip
-maximum minimum fmax fmin floor ceil round trunc frac eq ne lt le gt ge logical_and logical_or logical_not logical_xor __and__ __or__
-__xor__ bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_left_shift bitwise_right_shift __lshift__ __rshift__ isnan isinf isfinite
-where masked_fill to _to_copy type_as contiguous clone alias detach lift_fresh_copy lift_fresh positive nan_to_num lerp addcmul addcdiv
-zeros_like ones_like full_like empty_like xlogy logaddexp sgn copysign heaviside rad2deg deg2rad sinc float_power polar complex
-resolve_conj resolve_neg real imag conj conj_physical nextafter hypot i0 digamma lgamma special_expit special_xlogy special_erf
-special_log1p fill divide multiply subtract greater greater_equal less less_equal not_equal absolute negative fix
+add sub rsub mul div true_divide floor_divide remainder fmod pow square neg abs sign exp exp2 expm1 log log2 log10 log1p sqrt
+rsqrt reciprocal sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc erfinv sigmoid silu gelu relu
+relu6 elu celu selu leaky_relu mish softplus softsign hardtanh hardswish hardsigmoid log_sigmoid logit threshold clamp
+clamp_min clamp_max clip maximum minimum fmax fmin floor ceil round trunc frac eq ne lt le gt ge logical_and logical_or
+logical_not logical_xor __and__ __or__ __xor__ bitwise_and bitwise_or bitwise_not bitwise_xor bitwise_left_shift
+bitwise_right_shift __lshift__ __rshift__ isnan isinf isfinite where masked_fill to _to_copy type_as contiguous clone alias
+detach lift_fresh_copy lift_fresh positive nan_to_num lerp addcmul addcdiv zeros_like ones_like full_like empty_like xlogy
+logaddexp sgn copysign heaviside rad2deg deg2rad sinc float_power polar complex resolve_conj resolve_neg real imag conj
+conj_physical nextafter hypot i0 digamma lgamma special_expit special_xlogy special_erf special_log1p fill divide multiply
+subtract greater greater_equal less less_equal not_equal absolute negative fix
 """.split()
 
 

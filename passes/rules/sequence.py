@@ -59,7 +59,9 @@ class Slice(Cut):
         return set() if shape(node)[dim] == x[dim] else {dim}
 
     def of(self, node: fx.Node, s: Shard) -> Recipe | None:
-        start, stop, step = slice(argument(node, "start"), argument(node, "end"), argument(node, "step", 1)).indices(s.layout.length)
+        start, stop, step = slice(argument(node, "start"), argument(node, "end"), argument(node, "step", 1)).indices(
+            s.layout.length
+        )
         layout, cuts = s.layout.sliced(start, stop, step)
         return Recipe(
             Shard(s.dim, layout),

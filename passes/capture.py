@@ -265,6 +265,15 @@ def _split(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
+def _broadcast(node: fx.Node) -> None:
+    """broadcast_tensors -> one expand an operand that needs it."""
+    xs = list(node.args[0])  # type: ignore[arg-type]
+    size = list(node.meta["val"][0].shape)
+    pieces = [x if list(x.meta["val"].shape) == size else insert(node, aten.expand.default, x, size) for x in xs]
+    _replace_results(node, pieces)
+    node.graph.erase_node(node)
+
+
 def _unbind(node: fx.Node) -> None:
     x = node.args[0]
     dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % x.meta["val"].dim()  # type: ignore[union-attr, operator]
@@ -290,4 +299,5 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.tensor_split: _split,
     aten.unsafe_chunk: _split,
     aten.unbind: _unbind,
+    aten.broadcast_tensors: _broadcast,
 }

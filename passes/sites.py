@@ -144,7 +144,7 @@ def _by_heads(use: Use, region: Region, heads: Sequence[Interval], ctx: SiteCont
     node, axes = use
     seq = axes.row if axes.row is not None else axes.col
     both = axes.row is not None and axes.col is not None
-    if axes.head is not None and shape(node)[axes.head] == 1:
+    if axes.head is not None and shape(node)[axes.head] == 1 and use not in region.groups:  # stretched over all heads
         axes = Axes(axes.row, axes.col, None)
     mine = tuple(kv_heads(h, region.groups.get(use, 1)) for h in heads)
     if not ctx.travels(use) or both or seq is None or (layout := _layout(use, seq, region, ctx)) is None:

@@ -1,0 +1,89 @@
+"""One rank's lowered graph without any process group: what a plan promises can be counted on fake tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from autosp.parallelize import _DYNAMO, _quiet
+from autosp.passes import recognise
+from autosp.passes.lower import Spread
+from autosp.passes.pipeline import Compiled, Settings, compile_graph
+
+
+@dataclass
+class Traced:
+    """The compiled result of one rank, and the forward and backward graphs PyTorch's partitioner made of it."""
+
+    compiled: Compiled
+    graphs: list[fx.GraphModule] = field(default_factory=list)
+
+    def nodes(self, graph: int) -> Sequence[fx.Node]:
+        return list(self.graphs[graph].graph.nodes)
+
+    def sent(self, graph: int, ranks: int, rank: int) -> Counter[str]:
+        """Bytes this rank sends in graph 0 (forward) or 1 (backward), by collective.
+
+        A gather sends its shard to each other rank, a reduce-scatter one shard for each other rank, an all-to-all what its
+        split sizes say less its own part, an all-reduce 2(P-1)/P of its value.
+        """
+        sent: Counter[str] = Counter()
+        for node in self.nodes(graph):
+            name = getattr(getattr(node.target, "_schema", None), "name", "")
+            if not name.startswith("_c10d_functional::") or "wait" in name:
+                continue
+            x: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+            if "all_gather" in name:
+                sent["all-gather"] += (ranks - 1) * x.nbytes
+            elif "reduce_scatter" in name:
+                sent["reduce-scatter"] += (ranks - 1) * x.nbytes // ranks
+            elif "all_to_all" in name:
+                splits: Sequence[int] = node.args[2]  # type: ignore[assignment]
+                sent["all-to-all"] += (sum(splits) - splits[rank]) * x.element_size()
+            else:
+                sent["all-reduce"] += 2 * (ranks - 1) * x.nbytes // ranks
+        return sent
+
+
+class _Stop(BaseException):
+    """Leaves Dynamo when the graphs are there; nothing is run."""
+
+
+def trace(
+    module: nn.Module, inputs: Mapping[str, Any], ranks: int, rank: int = 0, backward: bool = True, **options: Any
+) -> Traced:
+    """Compile `module` for one rank of `ranks` and stop before anything runs."""
+    found: list[Traced] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        traced = Traced(
+            compile_graph(gm, example_inputs, Spread(rank, ranks, "nobody"), Settings(compiler="aot_eager", **options))
+        )
+        found.append(traced)
+        if backward:
+
+            def keep(graph: fx.GraphModule, _: Any) -> Any:
+                traced.graphs.append(graph)
+                return make_boxed_func(graph.forward)
+
+            partition = min_cut_rematerialization_partition
+            with fx.traceback.preserve_node_meta(), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                aot_module_simplified(traced.compiled.module, example_inputs, keep, keep, partition, inference_compiler=keep)
+        raise _Stop
+
+    recognise.install()
+    torch._dynamo.reset()
+    run = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+    try:
+        with torch._dynamo.config.patch(ignore_logging_functions=_quiet(), **_DYNAMO):
+            run(**inputs)
+    except _Stop:
+        return found[-1]
+    raise AssertionError("the model did not compile")

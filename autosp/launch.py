@@ -29,7 +29,15 @@ from autosp.check import refusal_in
 
 # After the first failure the other ranks get this long to report their own, then they are ended.
 GRACE_SECONDS = 5.0
-PRELOAD = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "transformers", "autosp.check", "autosp.zoo", "autosp.backend"]
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "transformers",
+    "autosp.check",
+    "autosp.zoo",
+    "autosp.dynamo_backend",
+]
 
 
 class RankFailed(RuntimeError):

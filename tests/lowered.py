@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from autosp.parallelize import _DYNAMO, _quiet
+from autosp.parallelizer import tracing
 from autosp.passes import recognise
 from autosp.passes.lower import Spread
 from autosp.passes.pipeline import Compiled, Settings, compile_graph
@@ -82,7 +82,7 @@ def trace(
     torch._dynamo.reset()
     run = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
     try:
-        with torch._dynamo.config.patch(ignore_logging_functions=_quiet(), **_DYNAMO):
+        with tracing():
             run(**inputs)
     except _Stop:
         return found[-1]

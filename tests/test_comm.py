@@ -36,19 +36,13 @@ LAYOUTS = {"contiguous": contiguous, "head-tail": head_tail, "first rank only": 
 
 
 def values(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def held(whole: Tensor, layout: Layout, rank: int, dim: int = 1) -> Tensor:
+def held(whole: Tensor, layout: Layout, rank: int) -> Tensor:
     """whole: [2, 2 * 13 * 3, 5], its part on `rank`."""
-    index = [
-        ((o * LENGTH) + p) * INNER + i
-        for o in range(OUTER)
-        for a, b in layout.shards[rank]
-        for p in range(a, b)
-        for i in range(INNER)
-    ]
-    return whole[:, index]
+    here = [p for a, b in layout.shards[rank] for p in range(a, b)]
+    return whole[:, [(o * LENGTH + p) * INNER + i for o in range(OUTER) for p in here for i in range(INNER)]]
 
 
 def spread(parts: list[Tensor], layout: Layout) -> Tensor:
@@ -211,7 +205,7 @@ def test_a_key_value_head_goes_only_where_it_is_needed(pool: Pool) -> None:
 
 
 def unequal(mesh: DeviceMesh) -> Any:
-    rank, ranks, group = seen(mesh)
+    rank, _, group = seen(mesh)
     return comm.gather(torch.full((rank + 1, 2), float(rank)), 0, (((0, 1),), ((1, 3),)), 1, 1, rank, group)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def layouts(draw: st.DrawFn, most: int = 40) -> Layout:
     """Any assignment of runs of positions to ranks, in any order within a rank; some ranks may hold nothing."""
     length, ranks = draw(st.integers(0, most)), draw(st.integers(1, 5))
     cuts = sorted({0, length, *draw(st.lists(st.integers(0, length), max_size=8))})
-    runs = [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+    runs = [(a, b) for a, b in itertools.pairwise(cuts) if a < b]
     owners = draw(st.lists(st.integers(0, ranks - 1), min_size=len(runs), max_size=len(runs)))
     order = draw(st.permutations(range(len(runs))))
     return Layout(length, tuple(tuple(runs[i] for i in order if owners[i] == rank) for rank in range(ranks)))
@@ -51,7 +53,7 @@ def test_contiguous_layouts_are_even_to_one_position(length: int, ranks: int) ->
     held_once(layout)
     assert max(layout.sizes) - min(layout.sizes) <= 1
     assert layout.even == (length % ranks == 0)
-    assert sum((positions(layout, r) for r in range(ranks)), []) == list(range(length)), "in rank order"
+    assert [p for r in range(ranks) for p in positions(layout, r)] == list(range(length)), "in rank order"
 
 
 @given(ascending(), st.data())

@@ -54,7 +54,7 @@ def backward_collectives(mesh: DeviceMesh) -> tuple[int, int]:
     """All-reduces that carry parameter gradients in the backward graph, and parameters."""
     import importlib
 
-    module = importlib.import_module("autosp.backend")
+    module = importlib.import_module("autosp.dynamo_backend")
     eager, graphs = module._eager, []
     module._eager = lambda gm, inputs: graphs.append(gm) or eager(gm, inputs)
     try:

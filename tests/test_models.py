@@ -31,6 +31,9 @@ SITES = {
     "nanogpt_sdpa": 2,
 }
 SITES |= {"learned_position": 2, "learned_position_eager": 2, "checkpointed": 2, "vit_like": 2, "seq_first": 1, "mha": 1}
+SITES.pop("bmm_attention")  # batch and heads are one dimension, which the shared mask splits again: gathered, and noted
+# Their softmax is spelled by hand: one pairwise region, or two products with the keys.
+PAIRWISE = {"manual_softmax": SITES.pop("manual_softmax"), "late_normaliser": SITES.pop("late_normaliser") // 2}
 UNKNOWN = {
     "unknown_fft": ("aten.fft_rfft", "torch.fft.rfft(x, dim=1)"),
     "unknown_cumsum": ("aten.cumsum", "torch.cumsum(self.value(x), dim=1)"),
@@ -82,6 +85,8 @@ def explains(name: str, plan: Any, ranks: int, strategy: str | None) -> None:
     sites = [s for s in plan.sites if s.kind == "softmax attention"]
     if name in SITES:
         assert (name, len(sites), plan.fallbacks) == (name, SITES[name], ())
+    if name in PAIRWISE:
+        assert (len(plan.sites), {s.kind for s in plan.sites}, plan.fallbacks) == (PAIRWISE[name], {"pairwise"}, ()), name
     for site in sites:
         assert strategy in (None, site.strategy) or site.note.startswith(f"{strategy} cannot apply: "), site
     if name in UNKNOWN and ranks > 1:

@@ -180,6 +180,55 @@ def test_tokens_are_split_without_attention_and_an_unused_parameter_has_no_gradi
     assert plan.sites == plan.fallbacks == () and plan.outputs == ("scalar Replicate", "2x33x50 Shard(1)")
 
 
+class Prefix(nn.Module):
+    """The loss sees the first five tokens only: most ranks hold none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = MODELS["gqa_sdpa"](33, 2, torch.float64)[0].backbone
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids)[:, :5].pow(3).sum()
+
+
+def looks_at_a_prefix(mesh: DeviceMesh) -> float:
+    plain, ids = Prefix(), torch.arange(66).reshape(2, 33) % 50
+    parallel = autosp.parallelize(copy.deepcopy(plain), mesh, compiler="aot_eager")
+    for model in (plain, parallel):
+        model(ids).backward()
+    return gradient_error(plain, parallel)
+
+
+@pytest.mark.parametrize("on", [2, 4])
+def test_a_loss_of_tokens_that_one_rank_holds(pool: Pool, on: int) -> None:
+    assert max(pool.run(looks_at_a_prefix, on=on, timeout=60)) < EXACT
+
+
+class Heads(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads, self.embed, self.qkv = heads, nn.Embedding(VOCAB, 8 * heads), nn.Linear(8 * heads, 24 * heads)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (self.heads, 8)).transpose(1, 2) for x in self.qkv(self.embed(ids)).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+
+
+def few_heads(mesh: DeviceMesh, heads: int, strategy: str) -> float:
+    torch.manual_seed(0)
+    plain, ids = Heads(heads).double(), torch.arange(66).reshape(2, 33) % VOCAB
+    parallel = autosp.parallelize(copy.deepcopy(plain), mesh, compiler="aot_eager", strategy=strategy)
+    for model in (plain, parallel):
+        model(ids).backward()
+    return gradient_error(plain, parallel)
+
+
+@pytest.mark.parametrize("strategy", ["all-to-all", "gather-kv"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_there_may_be_fewer_heads_than_ranks(pool: Pool, heads: int, strategy: str) -> None:
+    assert max(pool.run(few_heads, heads, strategy, on=3, timeout=60)) < EXACT
+
+
 class Features(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -419,7 +468,7 @@ def test_torch_compile_takes_the_backend(pool: Pool, by_name: bool) -> None:
 
 def test_the_backend_is_registered_with_torch() -> None:
     assert "autosp" in torch._dynamo.list_backends()
-    assert torch._dynamo.lookup_backend("autosp") is importlib.import_module("autosp.backend").autosp
+    assert torch._dynamo.lookup_backend("autosp") is importlib.import_module("autosp.dynamo_backend").autosp
 
 
 def uses_inductor(mesh: DeviceMesh) -> tuple[float, str]:
@@ -479,7 +528,7 @@ def test_local_outputs_are_the_parts_that_the_plan_names(pool: Pool) -> None:
 
 def recomputes(mesh: DeviceMesh) -> tuple[list[float], list[int]]:
     """Errors of a llama with and without checkpointing, and the matrix products of its backward graph."""
-    module = importlib.import_module("autosp.backend")
+    module = importlib.import_module("autosp.dynamo_backend")
     eager, graphs, counts, errors = module._eager, [], [], []
     module._eager = lambda gm, inputs: graphs.append(gm) or eager(gm, inputs)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ import torch
 import torch._dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
-from .backend import Backend
+from .dynamo_backend import Backend
 from .kernels.errors import AutospError
 from .passes import recognise
 from .passes.capture import CaptureError
@@ -114,7 +115,7 @@ class _Runner:
             self._prepared = True
         self.backend.answered = False
         try:
-            with torch._dynamo.config.patch(ignore_logging_functions=_quiet(), **_DYNAMO):
+            with tracing():
                 return self._compiled(*args, **kwargs)
         except Exception as e:
             if not self.backend.answered:  # it never came to the step: the model did not trace, or raised itself
@@ -129,6 +130,11 @@ class _Runner:
 # Each sequence length is a graph of its own; DDP around the model must not split that graph at its buckets; Python floats
 # are constants of the graph, since as inputs they make Dynamo compile everything twice.
 _DYNAMO = {"recompile_limit": 64, "optimize_ddp": False, "specialize_float": True}
+
+
+def tracing() -> contextlib.AbstractContextManager[object]:
+    """Dynamo's settings while a model is called: in force when it traces, no effect when it has."""
+    return torch._dynamo.config.patch(ignore_logging_functions=_quiet(), **_DYNAMO)
 
 
 def _quiet() -> set[Callable[..., Any]]:

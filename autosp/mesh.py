@@ -79,7 +79,7 @@ def _world(mesh: DeviceMesh, external: bool) -> World:
             f"the mesh has axes {names or 'without names'}; autosp needs one called 'sp' and at most one more, 'dp', before it. "
             "fix: init_device_mesh(device, (dp, sp), mesh_dim_names=('dp', 'sp'))"
         )
-    if names[-1] != "sp":
+    if tuple(names).index("sp") != mesh.ndim - 1:
         raise MeshError("the mesh has sp before dp; fix: make sp the last axis, so that neighbours in a sequence are neighbours")
     group = mesh.get_group(mesh.ndim - 1)
     index = torch.cuda.current_device() if mesh.device_type == "cuda" else None

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -17,14 +17,6 @@ from .kernels.errors import AutospError
 from .passes import recognise
 from .passes.capture import CaptureError
 from .passes.pipeline import Settings
-
-T = TypeVar("T")
-
-
-@overload
-def parallelize(target: T, mesh: DeviceMesh | None = None, **options: Any) -> T: ...
-@overload
-def parallelize(target: None = None, mesh: DeviceMesh | None = None, **options: Any) -> Callable[[T], T]: ...
 
 
 def parallelize(
@@ -82,7 +74,7 @@ def _wrap(target: Any, mesh: DeviceMesh | None, settings: Settings, check_batch:
     raise AutospError(f"autosp.parallelize takes a module, a class of modules or a function, not {type(target).__name__}")
 
 
-def _wrap_class(cls: type[T], mesh: DeviceMesh | None, settings: Settings, check_batch: bool) -> type[T]:
+def _wrap_class(cls: Any, mesh: DeviceMesh | None, settings: Settings, check_batch: bool) -> Any:
     """Instances run in parallel however they come to be: built, copied or loaded."""
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -213,7 +213,7 @@ def _emit_buckets(low: Lowering, decisions: Decisions) -> None:
                     order[(x, p)] = None
     position = {node: i for i, node in enumerate(low.captured.module.graph.nodes)}
     first_use = {key: min(position[u] for u in key[0].users) for key in order}
-    buckets: dict[tuple[object, ...], list[list[fx.Node]]] = {}
+    buckets: dict[tuple[Placement, torch.dtype, torch.device], list[list[fx.Node]]] = {}
     for node, placement in sorted(order, key=lambda k: first_use[k]):
         group, scale = low.spread.reduction(placement)
         if group is None and scale == 1.0:
@@ -223,12 +223,12 @@ def _emit_buckets(low: Lowering, decisions: Decisions) -> None:
         if sum(n.meta["val"].nbytes for n in open_buckets[-1]) + value.nbytes > BUCKET_BYTES and open_buckets[-1]:
             open_buckets.append([])
         open_buckets[-1].append(node)
-    for (placement, *_), lists in buckets.items():
-        group, scale = low.spread.reduction(placement)  # type: ignore[arg-type]
+    for (placement, _, _), lists in buckets.items():
+        group, scale = low.spread.reduction(placement)
         for nodes in lists:
             synced = low.call(comm.sync, [low.inputs[n] for n in nodes], group, scale)
             for i, node in enumerate(nodes):
-                low.synced[(node, placement)] = low.call(operator.getitem, synced, i)  # type: ignore[index]
+                low.synced[(node, placement)] = low.call(operator.getitem, synced, i)
 
 
 def _is_parameter(low: Lowering, node: fx.Node) -> bool:

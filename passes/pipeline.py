@@ -18,7 +18,7 @@ from .capture import Captured, capture, source_line
 from .count import collectives
 from .lower import Lowering, Spread, lower
 from .mask import Constants, is_causal, mask_use
-from .placement import Placement, R, Shard
+from .placement import R, Shard
 from .relation import operands, shape
 from .sites import LOWERINGS, SiteContext, inapplicable
 from .verify import verify
@@ -131,8 +131,8 @@ def _typed(captured: Captured, known: facts.Facts, settings: Settings) -> place.
     return types
 
 
-def _seeds(captured: Captured, known: facts.Facts, settings: Settings) -> dict[fx.Node, list[Placement]]:
-    seeds: dict[fx.Node, list[Placement]] = {}
+def _seeds(captured: Captured, known: facts.Facts, settings: Settings) -> place.Seeds:
+    seeds: place.Seeds = {}
 
     def start(node: fx.Node, i: int, dim: int) -> None:
         x = operands(node)[i]
@@ -170,7 +170,7 @@ def _start_einsum(node: fx.Node, start: Any) -> None:
             start(node, i, term.index(label))
 
 
-def _seed(seeds: dict[fx.Node, list[Placement]], user: fx.Node, node: fx.Node, s: Shard) -> None:
+def _seed(seeds: place.Seeds, user: fx.Node, node: fx.Node, s: Shard) -> None:
     xs = operands(user)
     row = seeds.setdefault(user, [R] * len(xs))
     for i, x in enumerate(xs):

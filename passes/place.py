@@ -22,9 +22,12 @@ from .facts import Facts, is_float, is_mode, is_random
 from .placement import Pairwise, Partial, Placement, R, Replicate, Shard, V, Varying
 from .relation import operands
 from .rules import rule_of
-from .rules.base import Recipe, Rule, is_split
+from .rules.base import Emit, Recipe, Rule, is_split
 
 aten = torch.ops.aten
+
+
+Seeds = dict[fx.Node, list[Placement]]  # operand placements with which a sequence starts at a node
 
 
 @dataclass(frozen=True)
@@ -67,19 +70,23 @@ def rule(node: fx.Node) -> Rule:
     return rule_of(node) or _Unknown()
 
 
-def natural(captured: Captured, facts: Facts, seeds: dict[fx.Node, Sequence[Placement]]) -> Types:
+def natural(captured: Captured, facts: Facts, seeds: Seeds) -> Types:
     """Forward typing. `seeds` gives operand placements that start a sequence at a node of lazy operands."""
     types = Types()
     for node in captured.module.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            types.recipes[node] = Recipe(R, (), lambda b, values, node=node: b.run(node, values))
+            types.recipes[node] = Recipe(R, (), _given(node))
             types.lazy.add(node)
         elif node.op == "call_function" and not is_mode(node):
             _type(node, types, facts, seeds)
     return types
 
 
-def _type(node: fx.Node, types: Types, facts: Facts, seeds: dict[fx.Node, Sequence[Placement]]) -> None:
+def _given(node: fx.Node) -> Emit:
+    return lambda b, values: b.run(node, values)
+
+
+def _type(node: fx.Node, types: Types, facts: Facts, seeds: Seeds) -> None:
     ins = [types.seen(x) for x in operands(node)]
     if node in seeds:
         ins = [p if is_split(p) else s for p, s in zip(ins, seeds[node], strict=True)]

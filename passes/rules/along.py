@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..placement import Partial, Placement
-from ..relation import Dims, Summed, operand_shape, operands, shape
+from ..relation import Dims, Link, Summed, operand_shape, operands, shape
 from .base import Builder, Related, Rule, argument, dims_of
 from .pointwise import pointwise
 
@@ -45,7 +45,7 @@ def reduced(dims: DimsOf, summed: bool = False) -> Callable[[fx.Node], Dims]:
         rank = len(operand_shape(node, 0))
         gone = dims(node, rank)
         keep = len(shape(node)) == rank
-        links = []
+        links: list[Link] = []
         for d in range(rank):
             if d in gone:
                 links.append(Summed(d) if summed else None)

@@ -19,9 +19,14 @@ from ..relation import Relation, Summed, operands, shape
 class Builder(Protocol):
     """What an `emit` may use: the local graph of a rank, or the program of a block of rows."""
 
-    rank: int
-    ranks: int
-    group: str
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def group(self) -> str: ...
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node: ...
 

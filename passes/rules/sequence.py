@@ -153,7 +153,8 @@ class Cat(Rule):
     def relation(self, node: fx.Node) -> Dims:
         rank = len(shape(node))
         dim = argument(node, "dim", 0) % rank
-        links, stays = [], []
+        links: list[tuple[int | None, ...]] = []
+        stays: list[tuple[int | None, ...]] = []
         for x in operands(node):
             if len(shape(x)) != rank:  # torch lets an empty 1-d tensor stand in any cat
                 links.append((None,) * len(shape(x)))
@@ -175,7 +176,7 @@ class Cat(Rule):
     def _joined(self, node: fx.Node, ins: Sequence[Placement], first: Shard) -> Recipe | None:
         xs = [(x, p) for x, p in zip(operands(node), ins, strict=True) if shape(x) != (0,)]
         if all(isinstance(p, Shard) and p.layout == first.layout and p.inner == first.inner for _, p in xs):
-            outer = sum(p.outer for _, p in xs)  # type: ignore[union-attr]
+            outer = sum(p.outer for _, p in xs if isinstance(p, Shard))
             return self._emit(node, xs, Shard(first.dim, first.layout, outer, first.inner))
         if any(isinstance(p, Shard) and p.merged for _, p in xs):
             return None
@@ -186,7 +187,7 @@ class Cat(Rule):
                 after = any(isinstance(q, Shard) for _, q in xs[:at])
                 p = Shard(first.dim, _held_by(shape(x)[first.dim], ranks, ranks - 1 if after else 0))
             dealt.append((x, p))
-        layout = concatenated([p.layout for _, p in dealt])  # type: ignore[union-attr]
+        layout = concatenated([p.layout for _, p in dealt if isinstance(p, Shard)])
         return self._emit(node, dealt, Shard(first.dim, layout))
 
     def _emit(self, node: fx.Node, xs: Sequence[tuple[fx.Node, Placement]], out: Shard) -> Recipe:

@@ -100,7 +100,7 @@ class _Pair(torch.autograd.Function):
 
 
 def _pair(x: Tensor, forth: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    return _Pair.apply(x, forth, back) if x.is_floating_point() else forth(x)
+    return _Pair.apply(x, forth, back) if x.is_floating_point() or x.is_complex() else forth(x)
 
 
 def _same(x: Tensor) -> Tensor:

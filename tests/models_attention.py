@@ -96,6 +96,18 @@ class BucketBias(nn.Module):
 # Mixers, (q, k, v, mask) -> [batch, heads, seq, head_dim].
 
 
+def running_mask(x: Tensor, documents: Tensor | None) -> Tensor:
+    """Causal, spelled as a running count over rows: no block of rows can be computed without the rows above it."""
+    ones = torch.ones(x.shape[1], x.shape[1], dtype=torch.long, device=x.device)
+    return ones.cumsum(0) > torch.arange(x.shape[1], device=x.device)
+
+
+def sdpa_doubled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Causal attention over the sequence twice in a row, of which the second time is kept."""
+    q, k, v = (torch.cat([x, x * factor], 2) for x, factor in ((q, 0.5), (k, 2.0), (v, 3.0)))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, :, q.shape[2] // 2 :]
+
+
 def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return torch.softmax(q @ k.mT * SCALE + mask, dim=-1) @ v
 
@@ -275,6 +287,8 @@ MODELS: dict[str, Build] = {
     "odd_gqa": mixed_by(sdpa_repeated, heads=6, kv_heads=3),
     "three_heads": mixed_by(sdpa_gqa, heads=3),
     "sdpa_scale": mixed_by(sdpa_scale),
+    "sdpa_doubled": mixed_by(sdpa_doubled),
+    "sdpa_running_mask": mixed_by(sdpa_mask, running_mask),
     "sdpa_window": mixed_by(sdpa_window),
     "sdpa_bool_mask": build(
         lambda s: LanguageModel(Backbone(lambda: Attention(sdpa_mask), packed_documents)),

@@ -76,6 +76,12 @@ def stack(node: fx.Node) -> Dims:
     return Dims((row,) * len(operands(node)))
 
 
+def real_pairs(node: fx.Node) -> Dims:
+    """view_as_complex and view_as_real: a last dimension of two comes or goes."""
+    rank = min(len(shape(node)), len(operand_shape(node, 0)))
+    return Dims(((*range(rank), None)[: len(operand_shape(node, 0))],))
+
+
 def constant(node: fx.Node) -> Dims:
     """A value with no operands, equal everywhere along every dimension."""
     return Dims((), free=frozenset(range(len(shape(node)))))
@@ -115,6 +121,8 @@ RULES: dict[object, Rule] = {
     aten.expand: Sized(expand),
     aten.repeat: Related(repeat),
     aten.stack: Related(stack),
+    aten.view_as_complex: Related(real_pairs),
+    aten.view_as_real: Related(real_pairs),
     aten.zeros: Sized(constant, position=0),
     aten.ones: Sized(constant, position=0),
     aten.empty: Sized(constant, position=0),

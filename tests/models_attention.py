@@ -102,6 +102,15 @@ def running_mask(x: Tensor, documents: Tensor | None) -> Tensor:
     return ones.cumsum(0) > torch.arange(x.shape[1], device=x.device)
 
 
+def sdpa_complex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Rotary positions as complex numbers, as in the first Llama."""
+    position = torch.arange(q.shape[2], device=q.device).to(q.dtype)
+    angle = torch.outer(position, 10.0 ** -torch.linspace(0, 2, HEAD_DIM // 2, dtype=q.dtype, device=q.device))
+    turn = torch.polar(torch.ones_like(angle), angle)
+    q, k = (torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(-2) for x in (q, k))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 def sdpa_doubled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Causal attention over the sequence twice in a row, of which the second time is kept."""
     q, k, v = (torch.cat([x, x * factor], 2) for x, factor in ((q, 0.5), (k, 2.0), (v, 3.0)))
@@ -287,6 +296,7 @@ MODELS: dict[str, Build] = {
     "odd_gqa": mixed_by(sdpa_repeated, heads=6, kv_heads=3),
     "three_heads": mixed_by(sdpa_gqa, heads=3),
     "sdpa_scale": mixed_by(sdpa_scale),
+    "sdpa_complex": mixed_by(sdpa_complex),
     "sdpa_doubled": mixed_by(sdpa_doubled),
     "sdpa_running_mask": mixed_by(sdpa_mask, running_mask),
     "sdpa_window": mixed_by(sdpa_window),

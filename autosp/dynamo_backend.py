@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.distributed.device_mesh import DeviceMesh
 
 from .cost_model.plan import Plan
@@ -39,7 +39,7 @@ class Backend:
         world = self.world()
         try:
             compiled = compile_graph(gm, example_inputs, world.spread, self.settings)
-            run = _compile(compiled, example_inputs, self.settings.compiler)
+            run, graphs = _compile(compiled, example_inputs, self.settings.compiler)
         except torch._dynamo.exc.RestartAnalysis:
             raise  # Dynamo traces again and comes back: nothing failed
         except Exception:
@@ -48,24 +48,24 @@ class Backend:
         self.plan = compiled.plan
         if self.on_plan is not None:
             self.on_plan(compiled.plan)
-        return _Step(compiled, run, world, self)
+        return _Step(compiled, run, graphs, world, self)
 
     def announce_failure(self) -> None:
         """Tell ranks that wait for this one's message that it will not come to a collective."""
         self.answered = True
         world = self.world()
         if world.everyone is not None:
-            agree.exchange([agree.FAILED, 0, 0, 0], world.everyone, world.device)
+            agree.exchange([agree.FAILED, 0, 0, 0, 0], world.everyone, world.device)
 
 
 class _Step:
     """One compiled step: agree, then run. Plans are compared in the first step, whether or not batches are in each."""
 
-    def __init__(self, compiled: Compiled, run: Callable[..., Any], world: World, backend: Backend) -> None:
+    def __init__(self, compiled: Compiled, run: Callable[..., Any], graphs: str, world: World, backend: Backend) -> None:
         self._run, self._world, self._backend = run, world, backend
         self._takes_seed = compiled.takes_seed
         self._data = tuple(i for i, item in enumerate(compiled.captured.inputs) if item.kind == "data")
-        self._plan = agree.text_hash(compiled.plan.fingerprint)
+        self._promise = (agree.READY, agree.text_hash(compiled.plan.fingerprint), agree.text_hash(graphs))
         self._first = True
 
     def __call__(self, *args: Tensor) -> Any:
@@ -74,36 +74,52 @@ class _Step:
         self._backend.answered = True
         if world.everyone is not None and (check or self._takes_seed or self._first):
             batch = agree.batch_hash([args[i] for i in self._data]) if check else 0
-            messages = agree.exchange([agree.READY, self._plan, batch, seed], world.everyone, world.device)
+            messages = agree.exchange([*self._promise, batch, seed], world.everyone, world.device)
             agree.judge(messages, world.spread.ranks)
             self._first = False
-            seed = messages[world.dp_rank * world.spread.ranks][3]
+            seed = messages[world.dp_rank * world.spread.ranks][-1]
         if not self._takes_seed:
             return self._run(*args)
         mixed = (seed + world.dp_rank * 0x9E3779B97F4A7C15) % (1 << 62)
         return self._run(*args, torch.tensor(mixed, dtype=torch.int64, device=args[0].device if args else world.device))
 
 
-def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:
-    """The local graph through AOTAutograd and PyTorch's partitioner, then Inductor or eager kernels."""
-    inputs = list(example_inputs)
+def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -> tuple[Callable[..., Any], str]:
+    """The local graph through AOTAutograd and PyTorch's partitioner, then Inductor or eager kernels.
+
+    Forward and backward are compiled now, not at the first backward, so that a failure is known before anything runs.
+    The second result names the collectives of both graphs in order, for ranks to compare.
+    """
+    inputs, seen = list(example_inputs), list[str]()
     if compiled.takes_seed:
         inputs.append(torch.zeros((), dtype=torch.int64, device=inputs[0].device))
-    with fx.traceback.preserve_node_meta():
+
+    def eager(module: fx.GraphModule, _: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        seen.append(_collectives(module))
+        return _eager(module)
+
+    def inductor(module: fx.GraphModule, values: Sequence[Any], **options: Any) -> Any:
+        seen.append(_collectives(module))
+        return compile_fx_inner(module, values, **options)
+
+    now = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+    with fx.traceback.preserve_node_meta(), now:
         if compiler == "inductor":
-            return compile_fx(compiled.module, inputs)
-        return aot_module_simplified(
-            compiled.module,
-            inputs,
-            fw_compiler=_eager,
-            bw_compiler=_eager,
-            inference_compiler=_eager,
-            partition_fn=min_cut_rematerialization_partition,
-            keep_inference_input_mutations=True,
-        )
+            run = compile_fx(compiled.module, inputs, inner_compile=inductor)
+        else:
+            partition = min_cut_rematerialization_partition
+            run = aot_module_simplified(
+                compiled.module, inputs, eager, eager, partition, inference_compiler=eager, keep_inference_input_mutations=True
+            )
+    return run, "; ".join(seen)
 
 
-def _eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def _collectives(module: fx.GraphModule) -> str:
+    names = [str(n.target) for n in module.graph.nodes if str(n.target).startswith("_c10d_functional")]
+    return " ".join(name for name in names if "wait" not in name)
+
+
+def _eager(module: fx.GraphModule) -> Callable[..., Any]:
     """Run the graph operator by operator.
 
     A view in it relies on strides that torch's meta kernels predict, and a few predict other strides than the kernel

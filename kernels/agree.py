@@ -1,6 +1,7 @@
 """One small message a step by which ranks find out that they disagree, before any other collective.
 
-Each rank says: did it compile, what is its plan, what is its batch, which seed would it draw. A rank that failed still
+Each rank says: did it compile, what is its plan, which collectives do its graphs run in which order, what is its batch,
+which seed would it draw. A rank that failed still
 says so, so nobody waits for it in a collective it will never reach.
 """
 
@@ -56,14 +57,15 @@ FAILED, READY = 1, 0
 def judge(messages: Sequence[Sequence[int]], sp_ranks: int) -> None:
     """Raise DisagreementError on every rank if any sp group (consecutive ranks of the mesh) disagrees.
 
-    A message is (status, plan, batch, ...). The error names ranks by their place in the mesh.
+    A message is (status, plan, graphs, batch, seed). The error names ranks by their place in the mesh.
     """
     failed = [r for r, m in enumerate(messages) if m[0] == FAILED]
     if failed:
         raise DisagreementError(f"{_ranks(failed)} could not compile the model; see the error there. No collective was started.")
     for field, what, fix in (
         (1, "a different plan", "give every rank the same model, options and sequence length"),
-        (2, "a different batch", "give every rank of an sp group the same global batch: shard the data over dp, not over sp"),
+        (2, "another order of collectives", "this is a mistake of autosp, found before it could hang: please report the model"),
+        (3, "a different batch", "give every rank of an sp group the same global batch: shard the data over dp, not over sp"),
     ):
         for start in range(0, len(messages), sp_ranks):
             group = messages[start : start + sp_ranks]

@@ -161,8 +161,14 @@ def broadcast(x: Tensor, group: str) -> Tensor:
 # All-to-all ---------------------------------------------------------------------------------------
 
 
+def _column(x: Tensor) -> Tensor:
+    """All elements as [n, 1]. Not [n]: torch skips a [0] in a cat and gives it a gradient that depends on nothing, so a rank
+    that sends nothing would leave the backward exchange."""
+    return x.reshape(x.numel(), 1)
+
+
 def _all_to_all(flat: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
-    """flat: [sum(sent)] -> [sum(received)], in elements; the transpose swaps the two."""
+    """flat: [sum(sent), 1] -> [sum(received), 1], in elements; the transpose swaps the two."""
     return _pair(
         flat,
         lambda v: _wait(_c10d.all_to_all_single(v.contiguous(), received, sent, group)),
@@ -180,7 +186,7 @@ def relayout(x: Tensor, dim: int, source: Shards, target: Shards, outer: int, in
         rest = rows.shape[1:].numel()
         out = [sorted(src.overlap(rank, dst, r), key=lambda p: p[1]) for r in range(src.ranks)]
         into = [sorted(src.overlap(r, dst, rank), key=lambda p: p[1]) for r in range(src.ranks)]
-        sent = torch.cat([take(rows, 0, tuple((a, a + n) for a, _, n in pieces)).reshape(-1) for pieces in out])
+        sent = torch.cat([_column(take(rows, 0, tuple((a, a + n) for a, _, n in pieces))) for pieces in out])
         got = _all_to_all(sent, _counts(out, rest), _counts(into, rest), group)
         placed, at = [], 0
         for pieces in into:
@@ -188,7 +194,8 @@ def relayout(x: Tensor, dim: int, source: Shards, target: Shards, outer: int, in
                 placed.append((there, at, at + count))
                 at += count
         order = tuple((a, b) for _, a, b in sorted(placed))
-        return take(got.reshape(-1, *rows.shape[1:]) if at else rows.narrow(0, 0, 0), 0, order).movedim(0, axis)
+        # Also a rank that receives nothing goes through the exchange, so that it takes part in the transposed one.
+        return take(got.reshape(at, *rows.shape[1:]), 0, order).movedim(0, axis)
 
     return _on_axis(x, dim, src.size(rank), outer, inner, move)
 
@@ -206,7 +213,7 @@ def to_heads(x: Tensor, head_dim: int, seq_dim: int, heads: Sequence[Interval], 
     rows = x.movedim((head_dim, seq_dim), (0, 1))  # [heads, positions, *rest]
     rest = rows.shape[2:].numel()
     held, (first, last) = size(shards[rank]), heads[rank]
-    sent = torch.cat([rows[a:b].reshape(-1) for a, b in heads])
+    sent = torch.cat([_column(rows[a:b]) for a, b in heads])
     sizes = [(b - a) * held * rest for a, b in heads]
     mine = last - first
     received = [mine * size(s) * rest for s in shards]
@@ -231,7 +238,7 @@ def to_sequence(
     rows = x.movedim((head_dim, seq_dim), (0, 1))
     rest = rows.shape[2:].numel()
     mine = heads[rank][1] - heads[rank][0]
-    sent = torch.cat([take(rows, 1, s).reshape(-1) for s in shards])
+    sent = torch.cat([_column(take(rows, 1, s)) for s in shards])
     sizes = [mine * size(s) * rest for s in shards]
     held = size(shards[rank])
     received = [(b - a) * held * rest for a, b in heads]

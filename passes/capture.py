@@ -80,6 +80,13 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     for node, value in zip(placeholders, fakes, strict=True):
         if not isinstance(value, Tensor) or any(not isinstance(s, int) for s in value.shape):
             raise CaptureError(f"input {node.name} has a dynamic size; autosp compiles for fixed sizes: use dynamic=False")
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, Tensor) and any(not isinstance(s, int) for s in value.shape):
+            raise CaptureError(
+                f"a size depends on the values of a tensor\nat {source_line(node)}\n"
+                "autosp compiles for fixed sizes. Fix: keep the size and mask what does not count (torch.where)."
+            )
     inputs = tuple(_describe(n, v) for n, v in zip(placeholders, fakes, strict=True))
     gm = _inline_checkpoints(gm)
     context = TracingContext.try_get()

@@ -144,7 +144,8 @@ def _by_heads(use: Use, region: Region, heads: Sequence[Interval], ctx: SiteCont
     node, axes = use
     seq = axes.row if axes.row is not None else axes.col
     both = axes.row is not None and axes.col is not None
-    if axes.head is not None and shape(node)[axes.head] == 1 and use not in region.groups:  # stretched over all heads
+    if axes.head is not None and shape(node)[axes.head] == 1 and region.heads > 1 and use not in region.groups:
+        # stretched over all heads
         axes = Axes(axes.row, axes.col, None)
     mine = tuple(kv_heads(h, region.groups.get(use, 1)) for h in heads)
     if not ctx.travels(use) or both or seq is None or (layout := _layout(use, seq, region, ctx)) is None:
@@ -246,6 +247,8 @@ def _direct(
     node = region.closing
     if node.target is not SDPA or argument(node, "dropout_p", 0.0):
         return None
+    if heads.count == 0:
+        return None  # torch's gradient of an empty attention does not depend on the cotangent: its collectives would move
     masked = 3 in [i for (use, i) in region.reads if use == (node, region.axes)]
     causal = (ctx.causal(region) and not masked) or (masked and not ctx.causal(region) and is_causal(region, ctx.constants))
     if (masked or ctx.causal(region)) and not (causal and whole and region.row.length == region.columns):

@@ -262,11 +262,12 @@ def test_a_flipped_bit_anywhere_changes_the_hash() -> None:
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
-        ([[0, 7, 1], [0, 7, 1]], None),
-        ([[0, 7, 1], [0, 7, 1], [0, 7, 2], [0, 7, 2]], None),
-        ([[0, 7, 1], [0, 8, 1]], "rank 1 has a different plan from rank 0"),
-        ([[0, 7, 1], [0, 7, 2], [0, 7, 1], [0, 7, 1]], "rank 1 has a different batch from rank 0"),
-        ([[1, 0, 0], [0, 7, 1], [1, 0, 0], [0, 7, 1]], "ranks 0, 2 could not compile"),
+        ([[0, 7, 5, 1], [0, 7, 5, 1]], None),
+        ([[0, 7, 5, 1], [0, 7, 5, 1], [0, 7, 5, 2], [0, 7, 5, 2]], None),
+        ([[0, 7, 5, 1], [0, 8, 5, 1]], "rank 1 has a different plan from rank 0"),
+        ([[0, 7, 5, 1], [0, 7, 6, 1]], "rank 1 has another order of collectives from rank 0"),
+        ([[0, 7, 5, 1], [0, 7, 5, 2], [0, 7, 5, 1], [0, 7, 5, 1]], "rank 1 has a different batch from rank 0"),
+        ([[1, 0, 0, 0], [0, 7, 5, 1], [1, 0, 0, 0], [0, 7, 5, 1]], "ranks 0, 2 could not compile"),
     ],
 )
 def test_judgement_of_two_ranks_an_sp_group(messages: list[list[int]], text: str | None) -> None:

@@ -7,6 +7,7 @@ parallelized module and compares what it holds itself. The report has the worst 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autosp.kernels.errors import AutospError
-from autosp.reference import Build, Reference, call, loss_of, precision, reference_run
+from autosp.reference import Build, Float64, Reference, call, loss_of, reference_run
 
 # A gradient that is zero in exact arithmetic (a key's bias under softmax) is rounding noise: errors are measured against
 # the parameter's own norm, but never against less than this share of the whole gradient's norm.
@@ -84,7 +85,7 @@ def check_on_rank(build: Build, mesh: DeviceMesh, **options: Any) -> Report:
         options = {"compiler": "aot_eager", **options}
         model = autosp.parallelize(module, mesh, **options)
         torch.manual_seed(0)
-        with precision(model):
+        with Float64() if reference.casts else contextlib.nullcontext():
             loss = loss_of(call(model, inputs))
         loss.backward()
     except Exception as error:

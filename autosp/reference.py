@@ -29,22 +29,24 @@ class Reference:
     losses: list[torch.Tensor]
     grads: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    casts: bool = False  # the model casts to float32 by itself, which `Float64` kept from it
 
 
 def reference_run(build: Build, batches: int) -> Reference:
     """Loss and gradients of a module of its own: the one to be parallelized must not have been called on one rank only."""
     module = build(0)[0]
-    losses = []
+    losses, mode = [], Float64()
+    double = any(p.dtype == torch.float64 for p in module.parameters())
     for i in range(batches):
         inputs = build(i)[1]
         torch.manual_seed(0)
-        with precision(module):
+        with mode if double else contextlib.nullcontext():
             loss = loss_of(call(module, inputs))
         (loss / batches).backward()
         losses.append(loss.detach())
     grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     buffers = {name: b.detach() for name, b in module.named_buffers()}
-    return Reference(losses, grads, buffers)
+    return Reference(losses, grads, buffers, mode.used)
 
 
 def call(module: Callable[..., Any], inputs: Inputs) -> Any:
@@ -68,20 +70,23 @@ def loss_of(output: Any) -> torch.Tensor:
 class Float64(TorchFunctionMode):
     """Inside it, what a float64 model itself casts to float32 (logits, norms) stays float64.
 
-    Both runs of a check are made in it: a float32 sum over tokens would hide errors below 1e-7.
+    A float32 sum over tokens would hide errors below 1e-7. `used` says whether there was anything to keep.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
+            self.used = True
             return args[0].double()
+        kwargs = kwargs or {}
+        if any(x is torch.float32 for x in (*args, *kwargs.values())):
+            self.used = True
         args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
         return func(*args, **kwargs)
-
-
-def precision(module: nn.Module) -> contextlib.AbstractContextManager[object]:
-    """The mode in which a module is checked: `Float64` for a module of float64 parameters."""
-    return Float64() if any(p.dtype == torch.float64 for p in module.parameters()) else contextlib.nullcontext()
 
 
 class NoLoss(AutospError):

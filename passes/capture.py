@@ -50,7 +50,7 @@ class Captured:
 def source_line(node: fx.Node) -> str:
     """The user's own line a node came from: `file:line in function: code`."""
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)\n\s+(.*)', node.meta.get("stack_trace") or "")
-    frames = [f for f in frames if "/torch/" not in f[0]] or frames
+    frames = [f for f in frames if "/torch/" not in f[0] and f[2] != "__torch_function__"] or frames
     if not frames:
         return "(no source line)"
     path, line, function, code = frames[-1]

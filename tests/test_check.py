@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autosp
 from autosp.check import Report, check_on_rank, group_of, refusal_in, relative_error
 from autosp.kernels.errors import AutospError
-from autosp.reference import NoLoss, loss_of, precision
+from autosp.reference import Float64, NoLoss, loss_of
 from pool import Pool
 
 
@@ -138,13 +138,13 @@ def test_relative_error_is_measured_against_the_norm_or_the_floor() -> None:
 
 
 def test_a_float64_model_is_checked_in_float64_throughout() -> None:
-    model = Tiny().double()
     x = torch.full((2,), 1 + 1e-12, dtype=torch.float64)
-    with precision(model):
-        assert (x.float() - 1).max() > 0 and (x.to(torch.float32) - 1).max() > 0
+    with Float64() as mode:
+        assert (x * 2).dtype == torch.float64 and not mode.used
+        assert (x.float() - 1).max() > 0 and mode.used
+    with Float64() as mode:
+        assert (x.to(torch.float32) - 1).max() > 0 and mode.used
         assert torch.softmax(x, 0, dtype=torch.float32).dtype == torch.float64
-    with precision(model.float()):
-        assert (x.float() - 1).max() == 0
 
 
 def test_the_loss_is_found() -> None:

@@ -102,7 +102,9 @@ def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -
         seen.append(_collectives(module))
         return compile_fx_inner(module, values, **options)
 
-    now = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+    # Where a torch does not know the setting, the backward graph is compared by nobody and fails at the first backward.
+    known = hasattr(torch._functorch.config, "force_non_lazy_backward_lowering")
+    now = torch._functorch.config.patch({"force_non_lazy_backward_lowering": True} if known else {})
     with fx.traceback.preserve_node_meta(), now:
         if compiler == "inductor":
             run = compile_fx(compiled.module, inputs, inner_compile=inductor)

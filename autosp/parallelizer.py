@@ -126,14 +126,16 @@ _DYNAMO = {"recompile_limit": 64, "optimize_ddp": False, "specialize_float": Tru
 
 def tracing() -> contextlib.AbstractContextManager[object]:
     """Dynamo's settings while a model is called: in force when it traces, no effect when it has."""
-    return torch._dynamo.config.patch(ignore_logging_functions=_quiet(), **_DYNAMO)
+    return torch._dynamo.config.patch({_IGNORED: _quiet()}, **_DYNAMO)
+
+
+# torch 2.11 and 2.12 know the setting by its older name.
+_IGNORED = "ignore_logging_functions" if hasattr(torch._dynamo.config, "ignore_logging_functions") else "ignore_logger_methods"
 
 
 def _quiet() -> set[Callable[..., Any]]:
     """Logging calls that models make in forward, which would break the graph."""
-    from torch._dynamo import config
-
-    quiet = set(config.ignore_logging_functions)
+    quiet = set(getattr(torch._dynamo.config, _IGNORED))
     quiet |= {getattr(logging.Logger, name) for name in ("debug", "info", "warning", "error")}
     for name in ("warning_once", "warning_advice", "info_once"):
         method = getattr(logging.Logger, name, None)  # transformers adds these to the standard logger

@@ -29,6 +29,7 @@ class Backend:
         self.mesh, self.settings, self.check_batch = mesh, settings, check_batch
         self.plan: Plan | None = None
         self.on_plan: Callable[[Plan], None] | None = None
+        self.stepped = False  # weights have been compared, before anything could have changed them
         self.answered = False  # the other ranks have had this call's message, so none waits for one
         self.__name__ = "autosp"  # what Dynamo calls it in messages
 
@@ -55,7 +56,7 @@ class Backend:
         self.answered = True
         world = self.world()
         if world.everyone is not None:
-            agree.exchange([agree.FAILED, 0, 0, 0, 0], world.everyone, world.device)
+            agree.exchange([agree.FAILED, 0, 0, 0, 0, 0], world.everyone, world.device)
 
 
 class _Step:
@@ -74,14 +75,19 @@ class _Step:
         self._backend.answered = True
         if world.everyone is not None and (check or self._takes_seed or self._first):
             batch = agree.batch_hash([args[i] for i in self._data]) if check else 0
-            messages = agree.exchange([*self._promise, batch, seed], world.everyone, world.device)
+            messages = agree.exchange([*self._promise, self._weights(args), batch, seed], world.everyone, world.device)
             agree.judge(messages, world.spread.ranks)
             self._first = False
             seed = messages[world.dp_rank * world.spread.ranks][-1]
+        self._backend.stepped = True
         if not self._takes_seed:
             return self._run(*args)
         mixed = (seed + world.dp_rank * 0x9E3779B97F4A7C15) % (1 << 62)
         return self._run(*args, torch.tensor(mixed, dtype=torch.int64, device=args[0].device if args else world.device))
+
+    def _weights(self, args: Sequence[Tensor]) -> Tensor | int:
+        """Hash of parameters and buffers, before the first step of all: later, replicated work may differ in its last bits."""
+        return 0 if self._backend.stepped else agree.batch_hash([x for i, x in enumerate(args) if i not in self._data])
 
 
 def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -> tuple[Callable[..., Any], str]:

@@ -126,7 +126,7 @@ _DYNAMO = {"recompile_limit": 64, "optimize_ddp": False, "specialize_float": Tru
 
 def tracing() -> contextlib.AbstractContextManager[object]:
     """Dynamo's settings while a model is called: in force when it traces, no effect when it has."""
-    return torch._dynamo.config.patch({_IGNORED: _quiet()}, **_DYNAMO)
+    return torch._dynamo.config.patch({**_DYNAMO, _IGNORED: _quiet()})
 
 
 # torch 2.11 and 2.12 know the setting by its older name.

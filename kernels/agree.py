@@ -1,7 +1,7 @@
 """One small message a step by which ranks find out that they disagree, before any other collective.
 
-Each rank says: did it compile, what is its plan, which collectives do its graphs run in which order, what is its batch,
-which seed would it draw. A rank that failed still
+Each rank says: did it compile, what is its plan, which collectives do its graphs run in which order, what are its weights
+(before the first step only), what is its batch, which seed would it draw. A rank that failed still
 says so, so nobody waits for it in a collective it will never reach.
 """
 
@@ -57,7 +57,7 @@ FAILED, READY = 1, 0
 def judge(messages: Sequence[Sequence[int]], sp_ranks: int) -> None:
     """Raise DisagreementError on every rank if any sp group (consecutive ranks of the mesh) disagrees.
 
-    A message is (status, plan, graphs, batch, seed). The error names ranks by their place in the mesh.
+    A message is (status, plan, graphs, weights, batch, seed). The error names ranks by their place in the mesh.
     """
     failed = [r for r, m in enumerate(messages) if m[0] == FAILED]
     if failed:
@@ -65,7 +65,8 @@ def judge(messages: Sequence[Sequence[int]], sp_ranks: int) -> None:
     for field, what, fix in (
         (1, "a different plan", "give every rank the same model, options and sequence length"),
         (2, "another order of collectives", "this is a mistake of autosp, found before it could hang: please report the model"),
-        (3, "a different batch", "give every rank of an sp group the same global batch: shard the data over dp, not over sp"),
+        (3, "different weights", "start every rank from the same seed or checkpoint"),
+        (4, "a different batch", "give every rank of an sp group the same global batch: shard the data over dp, not over sp"),
     ):
         for start in range(0, len(messages), sp_ranks):
             group = messages[start : start + sp_ranks]

@@ -47,6 +47,24 @@ def odd(mesh: DeviceMesh, who: int) -> bool:
     return torch.distributed.get_rank() == who
 
 
+# Weights.
+
+
+def other_weights_on(mesh: DeviceMesh, who: int) -> str:
+    _, model, inputs = twins("gqa_sdpa", mesh)
+    if odd(mesh, who):
+        with torch.no_grad():
+            next(model.parameters())[0] += 1e-3
+    return said(lambda: step(model, inputs))
+
+
+def test_other_weights_on_one_rank_are_an_error_on_all(pool: Pool) -> None:
+    """A model that was not seeded starts differently on every rank: the loss would belong to no model at all."""
+    for message in everywhere(pool, other_weights_on, 1):
+        assert message.startswith("DisagreementError: rank 1 has different weights from ranks 0, 2"), message
+        assert "same seed or checkpoint" in message
+
+
 # Batches.
 
 
@@ -262,12 +280,13 @@ def test_a_flipped_bit_anywhere_changes_the_hash() -> None:
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
-        ([[0, 7, 5, 1], [0, 7, 5, 1]], None),
-        ([[0, 7, 5, 1], [0, 7, 5, 1], [0, 7, 5, 2], [0, 7, 5, 2]], None),
-        ([[0, 7, 5, 1], [0, 8, 5, 1]], "rank 1 has a different plan from rank 0"),
-        ([[0, 7, 5, 1], [0, 7, 6, 1]], "rank 1 has another order of collectives from rank 0"),
-        ([[0, 7, 5, 1], [0, 7, 5, 2], [0, 7, 5, 1], [0, 7, 5, 1]], "rank 1 has a different batch from rank 0"),
-        ([[1, 0, 0, 0], [0, 7, 5, 1], [1, 0, 0, 0], [0, 7, 5, 1]], "ranks 0, 2 could not compile"),
+        ([[0, 7, 5, 9, 1], [0, 7, 5, 9, 1]], None),
+        ([[0, 7, 5, 9, 1], [0, 7, 5, 9, 1], [0, 7, 5, 9, 2], [0, 7, 5, 9, 2]], None),
+        ([[0, 7, 5, 9, 1], [0, 8, 5, 9, 1]], "rank 1 has a different plan from rank 0"),
+        ([[0, 7, 5, 9, 1], [0, 7, 6, 9, 1]], "rank 1 has another order of collectives from rank 0"),
+        ([[0, 7, 5, 9, 1], [0, 7, 5, 8, 1]], "rank 1 has different weights from rank 0"),
+        ([[0, 7, 5, 9, 1], [0, 7, 5, 9, 2], [0, 7, 5, 9, 1], [0, 7, 5, 9, 1]], "rank 1 has a different batch from rank 0"),
+        ([[1, 0, 0, 0, 0], [0, 7, 5, 9, 1], [1, 0, 0, 0, 0], [0, 7, 5, 9, 1]], "ranks 0, 2 could not compile"),
     ],
 )
 def test_judgement_of_two_ranks_an_sp_group(messages: list[list[int]], text: str | None) -> None:

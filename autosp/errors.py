@@ -5,6 +5,16 @@ from .kernels.errors import AutospError
 from .mesh import MeshError
 from .passes.capture import CaptureError
 from .passes.pipeline import SequenceError, StrategyError
+from .passes.place import RandomnessError
 from .passes.verify import VerificationError
 
-__all__ = ["AutospError", "CaptureError", "DisagreementError", "MeshError", "SequenceError", "StrategyError", "VerificationError"]
+__all__ = [
+    "AutospError",
+    "CaptureError",
+    "DisagreementError",
+    "MeshError",
+    "RandomnessError",
+    "SequenceError",
+    "StrategyError",
+    "VerificationError",
+]

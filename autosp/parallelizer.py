@@ -133,7 +133,7 @@ def tracing() -> contextlib.AbstractContextManager[object]:
 _IGNORED = "ignore_logging_functions" if hasattr(torch._dynamo.config, "ignore_logging_functions") else "ignore_logger_methods"
 
 
-def _quiet() -> set[Callable[..., Any]]:
+def _quiet() -> frozenset[Callable[..., Any]]:
     """Logging calls that models make in forward, which would break the graph."""
     quiet = set(getattr(torch._dynamo.config, _IGNORED))
     quiet |= {getattr(logging.Logger, name) for name in ("debug", "info", "warning", "error")}
@@ -141,7 +141,7 @@ def _quiet() -> set[Callable[..., Any]]:
         method = getattr(logging.Logger, name, None)  # transformers adds these to the standard logger
         if method is not None:
             quiet.add(method)
-    return quiet
+    return frozenset(quiet)  # torch 2.11 tries to sort a plain set of functions for its log
 
 
 def _explain(error: Exception) -> str:

@@ -82,8 +82,11 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the whole plan; ranks that disagree on it must not run together."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        """Hash of all decisions; ranks that disagree on it must not run together. Where files lie does not matter."""
+        raw = dataclasses.asdict(self)
+        for row in (*raw["sites"], *raw["fallbacks"]):
+            row["source_line"] = ""
+        return hashlib.sha256(json.dumps({**raw, "notes": ()}, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)

@@ -236,7 +236,8 @@ def _choose(region: detect.Region, ctx: SiteContext, types: place.Types, setting
     rejected = tuple(
         Rejected(
             n,
-            reasons[n] or "sends more" if n in usable and settings.strategy is None else reasons[n] or "not asked for",
+            reasons[n]
+            or ("not asked for" if settings.strategy else "sends no less" if prices[n] == prices[best] else "sends more"),
             _sum(prices[n], reasons[n]),
         )
         for n in LOWERINGS

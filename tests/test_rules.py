@@ -15,7 +15,7 @@ from autosp.kernels.layout import contiguous
 from autosp.passes.capture import Captured, Input
 from autosp.passes.facts import Facts
 from autosp.passes.lower import Lowering, Spread
-from autosp.passes.placement import P, Pairwise, Partial, Placement, R, Shard
+from autosp.passes.placement import P, Pairwise, Partial, Placement, R, Shard, Varying
 from autosp.passes.relation import operands
 from autosp.passes.rules import RULES, rule_of
 from autosp.passes.sites import LOWERINGS
@@ -42,6 +42,7 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
     "addmm": (aten.addmm.default, torch.randn(5), X[0], W.T),
     "baddbmm": (aten.baddbmm.default, torch.randn(2, 1, 6), X, Y.mT),
     "einsum": (aten.einsum.default, "bsd,td->bst", [X, torch.randn(6, 4)]),
+    "einsum with a weight": (aten.einsum.default, "bsd,d->d", [X, torch.randn(4)]),
     "outer": (aten.outer.default, torch.randn(4), torch.randn(6)),
     "view": (aten.view.default, X, [12, 4]),
     "view apart": (aten.view.default, X, [2, 6, 2, 2]),
@@ -132,15 +133,16 @@ def piece(x: Tensor, placement: Placement, rank: int) -> Tensor:
     return cut(x, placement.dim, placement.layout.shards, placement.outer, placement.inner, rank)
 
 
-def on_rank(node: fx.Node, recipe: Any, rank: int) -> Any:
-    """Run what the recipe emits for one rank on that rank's pieces of the operands."""
+def on_rank(node: fx.Node, recipe: Any, rank: int, leaves: list[Tensor] | None = None) -> Any:
+    """Run what the recipe emits for one rank on that rank's pieces of the operands, or on `leaves` in their place."""
     module = fx.GraphModule(torch.nn.Module(), node.graph)
     inputs = tuple(Input(n.name, "data", False, "") for n in node.graph.find_nodes(op="placeholder"))
     facts = Facts({}, frozenset(), frozenset(), frozenset(), {}, RANKS)
     low = Lowering(Captured(module, inputs, ()), facts, Spread(rank, RANKS, "nobody"))
     values = [low.graph.placeholder(f"x{i}") for i in range(len(recipe.demands))]
     low.graph.output(recipe.emit(low, values))
-    return fx.GraphModule(torch.nn.Module(), low.graph)(*(piece(x.meta["val"], p, rank) for x, p in recipe.demands))
+    pieces = leaves or [piece(x.meta["val"], p, rank) for x, p in recipe.demands]
+    return fx.GraphModule(torch.nn.Module(), low.graph)(*pieces)
 
 
 def first(value: Any) -> Tensor:
@@ -181,6 +183,44 @@ def test_what_follows_from_a_split_operand_is_right(name: str) -> None:
             else:
                 for rank, result in enumerate(results):
                     torch.testing.assert_close(result, piece(whole, recipe.out, rank))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_gradients_of_a_derived_recipe_are_those_its_placements_promise(name: str) -> None:
+    """Varying: the ranks' gradients sum to the whole one. Replicate: each is the whole one. Shard: each is its piece."""
+    node, tensors = node_of(*SAMPLES[name])
+    rule, whole = rule_of(node), first(node.meta["val"])
+    if rule is None or not whole.is_floating_point() or not any(x.is_floating_point() for x in tensors):
+        return
+    upstream = torch.randn(whole.shape)
+    for i, x in enumerate(operands(node)):
+        for dim, size in enumerate(x.meta["val"].shape):
+            ins: list[Placement] = [R] * len(tensors)
+            ins[i] = Shard(dim, contiguous(size, RANKS))
+            recipe = rule.native(node, ins)
+            if recipe is not None and not isinstance(recipe.out, Pairwise):
+                promised(node, recipe, upstream)
+
+
+def promised(node: fx.Node, recipe: Any, upstream: Tensor) -> None:
+    inputs = {x: x.meta["val"].clone().requires_grad_(x.meta["val"].is_floating_point()) for x in operands(node)}
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: inputs[n])
+    (first(node.target(*args, **kwargs)) * upstream).sum().backward()  # type: ignore[operator]
+    local: list[list[Tensor]] = []
+    for rank in range(RANKS):
+        leaves = [piece(x.meta["val"], p, rank).clone() for x, p in recipe.demands]
+        leaves = [leaf.requires_grad_(leaf.is_floating_point()) for leaf in leaves]
+        (first(on_rank(node, recipe, rank, leaves)) * piece(upstream, recipe.out, rank)).sum().backward()
+        local.append([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
+    for j, (x, placement) in enumerate(recipe.demands):
+        want = inputs[x].grad
+        if want is None or (node.target is aten.cross_entropy_loss.default and j == 2):  # class weights are constants
+            continue
+        if isinstance(placement, Varying):
+            torch.testing.assert_close(sum(grads[j] for grads in local), want)
+        else:
+            for rank, grads in enumerate(local):
+                torch.testing.assert_close(grads[j], piece(want, placement, rank))
 
 
 CHANGES: dict[str, tuple[Callable[[Tensor], Any], ...]] = {

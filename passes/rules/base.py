@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from ..placement import P, Pairwise, Placement, R, Shard, V
+from ..placement import P, Pairwise, Placement, Shard, V
 from ..relation import Relation, Summed, operands, shape
 
 
@@ -99,12 +99,15 @@ class Rule:
         return Recipe(want, demands, lambda b, values: self.emit(b, node, want, values))
 
     def partial(self, node: fx.Node, label: Summed, s: Shard) -> Recipe | None:
-        """The node as a sum over ranks, its operands split along the summed dimension `label`."""
+        """The node as a sum over ranks: operands that have the summed dimension `label` are split along it, others vary.
+
+        Each rank's term uses such an operand on its own positions only, so its cotangents are parts of a sum.
+        """
         relation = self.relation(node)
         demands: list[tuple[fx.Node, Placement]] = []
         for i, x in enumerate(operands(node)):
             dim = next((d for d in range(len(shape(x))) if relation.forward(i, s.at(d)) == label), None)
-            demands.append((x, R if dim is None else s.at(dim)))
+            demands.append((x, V if dim is None else s.at(dim)))
         return Recipe(P, tuple(demands), lambda b, values: self.emit(b, node, P, values))
 
     def whole(self, node: fx.Node, placement: Placement) -> Recipe:

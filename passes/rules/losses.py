@@ -72,7 +72,7 @@ def _classes(node: fx.Node) -> Dims:
 
 @dataclass(frozen=True)
 class CrossEntropy(Related):
-    """cross_entropy_loss and nll_loss_nd, with ignore_index, class weights and label smoothing."""
+    """cross_entropy_loss and nll_loss_nd, with ignore_index, class weights (constants) and label smoothing."""
 
     def native(self, node: fx.Node, ins: Sequence[Placement]) -> Recipe | None:
         relation, xs = self.relation(node), operands(node)
@@ -85,7 +85,7 @@ class CrossEntropy(Related):
         if reduction == NONE:
             return self.version(node, out)
         probabilities = xs[1].meta["val"].is_floating_point()
-        if reduction == MEAN:
+        if reduction == MEAN and not probabilities:
             demands.append((xs[1], R))
         ignore = argument(node, "ignore_index", -100)
 

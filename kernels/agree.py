@@ -55,27 +55,29 @@ FAILED, READY = 1, 0
 
 
 def judge(messages: Sequence[Sequence[int]], sp_ranks: int) -> None:
-    """Raise DisagreementError on every rank if any sp group (consecutive ranks of the mesh) disagrees.
+    """Raise DisagreementError on every rank if any sp group (consecutive ranks of the mesh) disagrees, or all on weights.
 
     A message is (status, plan, graphs, weights, batch, seed). The error names ranks by their place in the mesh.
     """
     failed = [r for r, m in enumerate(messages) if m[0] == FAILED]
     if failed:
         raise DisagreementError(f"{_ranks(failed)} could not compile the model; see the error there. No collective was started.")
-    for field, what, fix in (
-        (1, "a different plan", "give every rank the same model, options and sequence length"),
-        (2, "another order of collectives", "this is a mistake of autosp, found before it could hang: please report the model"),
-        (3, "different weights", "start every rank from the same seed or checkpoint"),
-        (4, "a different batch", "give every rank of an sp group the same global batch: shard the data over dp, not over sp"),
+    report = "this is a mistake of autosp, found before it could hang: please report the model"
+    shard = "give every rank of an sp group the same global batch: shard the data over dp, not over sp"
+    for field, what, fix, span in (
+        (1, "a different plan", "give every rank the same model, options and sequence length", sp_ranks),
+        (2, "another order of collectives", report, sp_ranks),
+        (3, "different weights", "start every rank from the same seed or checkpoint", len(messages)),
+        (4, "a different batch", shard, sp_ranks),
     ):
-        for start in range(0, len(messages), sp_ranks):
-            group = messages[start : start + sp_ranks]
-            values = [m[field] for m in group]
+        for start in range(0, len(messages), span):
+            values = [m[field] for m in messages[start : start + span]]
             common = max(set(values), key=lambda v: (values.count(v), -values.index(v)))
             odd = [start + r for r, v in enumerate(values) if v != common]
+            rest = [start + r for r, v in enumerate(values) if v == common]
             if odd:
-                rest = [start + r for r, v in enumerate(values) if v == common]
-                raise DisagreementError(f"{_ranks(odd)} has {what} from {_ranks(rest)} of the same sp group; fix: {fix}")
+                where = " of the same sp group" if span == sp_ranks else ""
+                raise DisagreementError(f"{_ranks(odd)} has {what} from {_ranks(rest)}{where}; fix: {fix}")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -285,6 +285,10 @@ def test_a_flipped_bit_anywhere_changes_the_hash() -> None:
         ([[0, 7, 5, 9, 1], [0, 8, 5, 9, 1]], "rank 1 has a different plan from rank 0"),
         ([[0, 7, 5, 9, 1], [0, 7, 6, 9, 1]], "rank 1 has another order of collectives from rank 0"),
         ([[0, 7, 5, 9, 1], [0, 7, 5, 8, 1]], "rank 1 has different weights from rank 0"),
+        (
+            [[0, 7, 5, 9, 1], [0, 7, 5, 9, 1], [0, 7, 5, 8, 2], [0, 7, 5, 8, 2]],
+            "ranks 2, 3 has different weights from ranks 0, 1",
+        ),
         ([[0, 7, 5, 9, 1], [0, 7, 5, 9, 2], [0, 7, 5, 9, 1], [0, 7, 5, 9, 1]], "rank 1 has a different batch from rank 0"),
         ([[1, 0, 0, 0, 0], [0, 7, 5, 9, 1], [1, 0, 0, 0, 0], [0, 7, 5, 9, 1]], "ranks 0, 2 could not compile"),
     ],

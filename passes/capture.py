@@ -80,13 +80,6 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     for node, value in zip(placeholders, fakes, strict=True):
         if not isinstance(value, Tensor) or any(not isinstance(s, int) for s in value.shape):
             raise CaptureError(f"input {node.name} has a dynamic size; autosp compiles for fixed sizes: use dynamic=False")
-    for node in gm.graph.nodes:
-        value = node.meta.get("example_value")
-        if isinstance(value, Tensor) and any(not isinstance(s, int) for s in value.shape):
-            raise CaptureError(
-                f"a size depends on the values of a tensor\nat {source_line(node)}\n"
-                "autosp compiles for fixed sizes. Fix: keep the size and mask what does not count (torch.where)."
-            )
     inputs = tuple(_describe(n, v) for n, v in zip(placeholders, fakes, strict=True))
     gm = _inline_checkpoints(gm)
     context = TracingContext.try_get()
@@ -96,8 +89,19 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
         module, signature = aot_export_module(gm, fakes, trace_joint=False, pre_dispatch=True)
         mutated = _mutated(module, signature)
         _normalise(module.graph)
+    _refuse_dynamic_sizes(module.graph)
     module.recompile()
     return Captured(module, inputs, mutated)
+
+
+def _refuse_dynamic_sizes(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and any(not isinstance(s, int) and not s.node.is_constant() for s in value.shape):
+            raise CaptureError(
+                f"a size depends on the values of a tensor\nat {source_line(node)}\n"
+                "autosp compiles for fixed sizes. Fix: keep the size and mask what does not count (torch.where)."
+            )
 
 
 def _describe(node: fx.Node, value: Tensor) -> Input:

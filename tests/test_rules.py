@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +15,10 @@ from autosp.kernels.layout import contiguous
 from autosp.passes.capture import Captured, Input
 from autosp.passes.facts import Facts
 from autosp.passes.lower import Lowering, Spread
-from autosp.passes.placement import P, Pairwise, Partial, Placement, R, Shard, Varying
+from autosp.passes.placement import Pairwise, Partial, Placement, R, Shard, Varying
 from autosp.passes.relation import operands
 from autosp.passes.rules import RULES, rule_of
+from autosp.passes.rules.base import Recipe
 from autosp.passes.sites import LOWERINGS
 
 aten = torch.ops.aten
@@ -163,43 +164,46 @@ def test_a_version_is_the_split_of_the_whole(name: str) -> None:
                 torch.testing.assert_close(first(on_rank(node, recipe, rank)), piece(whole, recipe.out, rank))
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_what_follows_from_a_split_operand_is_right(name: str) -> None:
-    """For each operand and dimension: what the rule derives is the whole again, split or summed; or it has no answer."""
-    node, tensors = node_of(*SAMPLES[name])
+def derived(node: fx.Node, tensors: list[Tensor]) -> Iterator[Recipe]:
+    """What the rule gives when one operand is split along one of its dimensions, for each of them it has an answer to."""
     rule = rule_of(node)
     assert rule is not None
-    whole = first(node.meta["val"])
-    for i, x in enumerate(operands(node)):
-        for dim, size in enumerate(x.meta["val"].shape):
-            ins: list[Placement] = [R] * len(tensors)
-            ins[i] = Shard(dim, contiguous(size, RANKS))
-            recipe = rule.native(node, ins)
-            if recipe is None or isinstance(recipe.out, Pairwise):
-                continue
-            results = [first(on_rank(node, recipe, rank)) for rank in range(RANKS)]
-            if isinstance(recipe.out, Partial):
-                torch.testing.assert_close(torch.stack(results).sum(0), whole)
-            else:
-                for rank, result in enumerate(results):
-                    torch.testing.assert_close(result, piece(whole, recipe.out, rank))
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_gradients_of_a_derived_recipe_are_those_its_placements_promise(name: str) -> None:
-    """Varying: the ranks' gradients sum to the whole one. Replicate: each is the whole one. Shard: each is its piece."""
-    node, tensors = node_of(*SAMPLES[name])
-    rule, whole = rule_of(node), first(node.meta["val"])
-    if rule is None or not whole.is_floating_point() or not any(x.is_floating_point() for x in tensors):
-        return
-    upstream = torch.randn(whole.shape)
     for i, x in enumerate(operands(node)):
         for dim, size in enumerate(x.meta["val"].shape):
             ins: list[Placement] = [R] * len(tensors)
             ins[i] = Shard(dim, contiguous(size, RANKS))
             recipe = rule.native(node, ins)
             if recipe is not None and not isinstance(recipe.out, Pairwise):
-                promised(node, recipe, upstream)
+                yield recipe
+
+
+def joins(recipe: Recipe, results: list[Tensor], whole: Tensor) -> None:
+    """The ranks' results are the terms or the pieces of the whole."""
+    if isinstance(recipe.out, Partial):
+        torch.testing.assert_close(torch.stack(results).sum(0), whole)
+    else:
+        for rank, result in enumerate(results):
+            torch.testing.assert_close(result, piece(whole, recipe.out, rank))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_follows_from_a_split_operand_is_right(name: str) -> None:
+    """For each operand and dimension: what the rule derives is the whole again, split or summed; or it has no answer."""
+    node, tensors = node_of(*SAMPLES[name])
+    for recipe in derived(node, tensors):
+        joins(recipe, [first(on_rank(node, recipe, rank)) for rank in range(RANKS)], first(node.meta["val"]))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_gradients_of_a_derived_recipe_are_those_its_placements_promise(name: str) -> None:
+    """Varying: the ranks' gradients sum to the whole one. Replicate: each is the whole one. Shard: each is its piece."""
+    node, tensors = node_of(*SAMPLES[name])
+    whole = first(node.meta["val"])
+    if not whole.is_floating_point() or not any(x.is_floating_point() for x in tensors):
+        return
+    upstream = torch.randn(whole.shape)
+    for recipe in derived(node, tensors):
+        promised(node, recipe, upstream)
 
 
 def promised(node: fx.Node, recipe: Any, upstream: Tensor) -> None:
@@ -241,12 +245,8 @@ def test_operators_that_change_the_sequence_keep_every_position(name: str) -> No
         assert rule is not None
         split = Shard(1, contiguous(6, RANKS))
         recipe = rule.native(node, [split if x.shape[1] == 6 else R for x in tensors])
-        assert recipe is not None and recipe.out in (P, recipe.out)
-        results = [on_rank(node, recipe, rank) for rank in range(RANKS)]
-        if isinstance(recipe.out, Partial):
-            torch.testing.assert_close(torch.stack(results).sum(0), node.meta["val"])
-        for rank, result in enumerate(results if isinstance(recipe.out, Shard) else []):
-            torch.testing.assert_close(result, piece(node.meta["val"], recipe.out, rank))
+        assert recipe is not None and isinstance(recipe.out, Partial | Shard)
+        joins(recipe, [on_rank(node, recipe, rank) for rank in range(RANKS)], node.meta["val"])
 
 
 def test_samples_cover_the_table() -> None:

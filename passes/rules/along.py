@@ -12,6 +12,7 @@ from ..placement import Partial, Placement
 from ..relation import Dims, Link, Summed, operand_shape, operands, shape
 from .base import Builder, Related, Rule, argument, dims_of
 from .pointwise import pointwise
+from .views import same
 
 aten = torch.ops.aten
 
@@ -115,10 +116,6 @@ def triangle(x: torch.Tensor, row: torch.Tensor | int, col: torch.Tensor | int, 
     return x.masked_fill(cols[None, :] > edge if lower else cols[None, :] < edge, 0)
 
 
-def _same(node: fx.Node) -> Dims:
-    return Dims(tuple(tuple(range(len(shape(x)))) for x in operands(node)))
-
-
 _DIM = named()
 ALONG = [aten.softmax, aten.log_softmax, aten._softmax, aten._log_softmax, aten._safe_softmax, aten.cumsum, aten.cumprod]
 ALONG += [aten.logcumsumexp, aten.cummax, aten.cummin, aten.glu]
@@ -151,6 +148,6 @@ RULES: dict[object, Rule] = {
     aten.repeat_interleave.self_int: Related(along(named("dim"))),
     aten.max.other: Related(pointwise),
     aten.min.other: Related(pointwise),
-    aten.tril: Triangle(_same, lower=True),
-    aten.triu: Triangle(_same, lower=False),
+    aten.tril: Triangle(same, lower=True),
+    aten.triu: Triangle(same, lower=False),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..placement import Placement, Shard
-from ..relation import Dims, Relation, Reshape, broadcast, operand_shape, operands, shape
+from ..relation import Dims, Reshape, broadcast, operand_shape, operands, shape
 from .base import Builder, Recipe, Related, Rule, Sized, argument
 
 aten = torch.ops.aten
@@ -87,10 +87,6 @@ def constant(node: fx.Node) -> Dims:
     return Dims((), free=frozenset(range(len(shape(node)))))
 
 
-def getitem(node: fx.Node) -> Dims:
-    return Dims((tuple(range(len(shape(node)))),))
-
-
 @dataclass(frozen=True)
 class GetItem(Related):
     """One of several results; it can be split if its parent can."""
@@ -103,16 +99,16 @@ class GetItem(Related):
         return super().version(node, want) if known is not None and known.version(parent, want) is not None else None
 
 
-def same(node: fx.Node) -> Relation:
-    """Result dimension d is operand dimension d, for one or more operands of equal rank."""
-    return Dims(tuple(tuple(range(len(shape(x)))) for x in operands(node)))
+def same(node: fx.Node) -> Dims:
+    """Result dimension d is dimension d of the one operand."""
+    return Dims((tuple(range(len(shape(node)))),))
 
 
 RESHAPES = [aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.unsqueeze, aten.squeeze]
 
 RULES: dict[object, Rule] = {
     **{op: ReshapeTo(reshape) for op in RESHAPES},
-    aten.view.dtype: Related(getitem),
+    aten.view.dtype: Related(same),
     aten.transpose: Related(permuted(_transpose)),
     aten.permute: Related(permuted(lambda node, rank: node.args[1])),  # type: ignore[arg-type, return-value]
     aten.movedim: Related(permuted(_movedim)),
@@ -127,5 +123,5 @@ RULES: dict[object, Rule] = {
     aten.ones: Sized(constant, position=0),
     aten.empty: Sized(constant, position=0),
     aten.full: Sized(constant, position=0),
-    "getitem": GetItem(getitem),
+    "getitem": GetItem(same),
 }

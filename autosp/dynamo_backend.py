@@ -19,6 +19,7 @@ from .cost_model.plan import Plan
 from .kernels import agree
 from .mesh import World, resolve
 from .passes import recognise
+from .passes.mask import BatchSight
 from .passes.pipeline import Compiled, Settings, compile_graph
 
 
@@ -64,26 +65,28 @@ class _Step:
 
     def __init__(self, compiled: Compiled, run: Callable[..., Any], graphs: str, world: World, backend: Backend) -> None:
         self._run, self._world, self._backend = run, world, backend
-        self._takes_seed = compiled.takes_seed
+        self._extras = compiled.extras
+        self._takes_seed = "seed" in compiled.extras
         self._data = tuple(i for i, item in enumerate(compiled.captured.inputs) if item.kind == "data")
         self._promise = (agree.READY, agree.text_hash(compiled.plan.fingerprint), agree.text_hash(graphs))
         self._first = True
 
     def __call__(self, *args: Tensor) -> Any:
         seed = int(torch.randint(1 << 62, ()).item()) if self._takes_seed else 0
+        made: dict[Any, Tensor] = {sight: sight(args) for sight in self._extras if isinstance(sight, BatchSight)}
         world, check = self._world, self._backend.check_batch
         self._backend.answered = True
-        if world.everyone is not None and (check or self._takes_seed or self._first):
-            batch = agree.batch_hash([args[i] for i in self._data]) if check else 0
+        if world.everyone is not None and (check or self._extras or self._first):
+            # What rows see decides who computes what: with no check of the batch, at least that is compared.
+            batch = agree.batch_hash([args[i] for i in self._data] if check else list(made.values()))
             messages = agree.exchange([*self._promise, self._weights(args), batch, seed], world.everyone, world.device)
             agree.judge(messages, world.spread.ranks)
             self._first = False
             seed = messages[world.dp_rank * world.spread.ranks][-1]
         self._backend.stepped = True
-        if not self._takes_seed:
-            return self._run(*args)
         mixed = (seed + world.dp_rank * 0x9E3779B97F4A7C15) % (1 << 62)
-        return self._run(*args, torch.tensor(mixed, dtype=torch.int64, device=args[0].device if args else world.device))
+        made["seed"] = torch.tensor(mixed, dtype=torch.int64, device=args[0].device if args else world.device)
+        return self._run(*args, *[made[what] for what in self._extras])
 
     def _weights(self, args: Sequence[Tensor]) -> Tensor | int:
         """Hash of parameters and buffers, before the first step of all: later, replicated work may differ in its last bits."""
@@ -97,8 +100,11 @@ def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -
     The second result names the collectives of both graphs in order, for ranks to compare.
     """
     inputs, seen = list(example_inputs), list[str]()
-    if compiled.takes_seed:
-        inputs.append(torch.zeros((), dtype=torch.int64, device=inputs[0].device))
+    for what in compiled.extras:
+        cells = what.atmost.cells if isinstance(what, BatchSight) else None
+        inputs.append(
+            torch.zeros((), dtype=torch.int64, device=inputs[0].device) if cells is None else torch.from_numpy(cells.copy())
+        )
 
     def eager(module: fx.GraphModule, _: Sequence[Any], **options: Any) -> Callable[..., Any]:
         seen.append(_collectives(module))
@@ -123,7 +129,7 @@ def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -
 
 
 def _collectives(module: fx.GraphModule) -> str:
-    names = [str(n.target) for n in module.graph.nodes if str(n.target).startswith("_c10d_functional")]
+    names = [str(n.target) for n in module.graph.nodes if str(n.target).startswith(("_c10d_functional", "asp.block_attention"))]
     return " ".join(name for name in names if "wait" not in name)
 
 

@@ -6,14 +6,20 @@ exactly with the same intervals the runtime uses: a key/value head goes to each 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+
+Runs = list[list[tuple[int, int]]]  # per rank, the positions it holds
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Sizes of one attention: heads [H, H_kv], lengths [S, T], sizes [D, D_v], bytes an element, ranks."""
+    """Sizes of one attention: heads [H, H_kv], lengths [S, T], sizes [D, D_v], bytes an element, ranks.
+
+    Row i sees at most the columns [i − before, i + after]: (T, 0) is causal, (W − 1, 0) a window, None no limit.
+    `inner` ranks exchange heads in ring × all-to-all. `accumulator` is the bytes of a number that is summed up.
+    """
 
     batch: int
     q_heads: int
@@ -24,31 +30,133 @@ class Attention:
     value_dim: int
     itemsize: int
     ranks: int
+    before: int | None = None
+    after: int | None = None
+    inner: int = 1
+
+    @property
+    def accumulator(self) -> int:
+        return max(4, self.itemsize)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one position's keys and values."""
+        return self.batch * self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
 
 
 def _runs(count: int, ranks: int) -> list[tuple[int, int]]:
     return [(r * count // ranks, (r + 1) * count // ranks) for r in range(ranks)]
 
 
+def _contiguous(length: int, ranks: int) -> Runs:
+    return [[run] for run in _runs(length, ranks)]
+
+
+def _head_tail(length: int, ranks: int) -> Runs:
+    runs = _runs(length, 2 * ranks)
+    return [[runs[r], runs[-1 - r]] for r in range(ranks)] if length >= 2 * ranks else _contiguous(length, ranks)
+
+
+def _needed(a: Attention, rows: Sequence[tuple[int, int]], cols: Sequence[tuple[int, int]]) -> int:
+    """How many of the columns some row sees."""
+    total = 0
+    for c, d in cols:
+        low, high = d, c
+        for s, t in rows:
+            first = c if a.before is None else max(c, s - a.before)
+            last = d if a.after is None else min(d, t + a.after)
+            if s < t and first < last:
+                low, high = min(low, first), max(high, last)
+        total += max(0, high - low)
+    return total
+
+
+def _owner_computes(a: Attention, hold: Callable[[int, int], Runs], ranks: int) -> Fraction:
+    """Columns sent by all ranks together, where everyone computes its own rows."""
+    rows, cols = hold(a.q_seq, ranks), hold(a.kv_seq, ranks)
+    return Fraction(sum(_needed(a, rows[i], cols[j]) for i in range(ranks) for j in range(ranks) if i != j))
+
+
+def _both_ways(a: Attention, columns: Fraction, kv_bytes: int) -> tuple[int, int]:
+    """Keys and values travel forward; backward again, and their gradients, in the accumulator's type, the other way."""
+    forward = columns * kv_bytes / a.ranks
+    return round(forward), round(forward + forward * a.accumulator / a.itemsize)
+
+
 def all_to_all(a: Attention) -> tuple[int, int]:
     """(P−1)/P·(2U_q + 2r·U_k) when everything divides, r = max(1, P/H_kv); the same backward."""
-    groups = max(1, a.q_heads // max(1, a.kv_heads))
-    heads = _runs(a.q_heads, a.ranks)
-    kv = [(lo // groups, -(-hi // groups)) if lo < hi else (0, 0) for lo, hi in heads]
-    total = Fraction(0)
-    for source, (s0, s1) in enumerate(_runs(a.q_seq, a.ranks)):
-        total += sum((hi - lo) * (s1 - s0) * (a.head_dim + a.value_dim) for d, (lo, hi) in enumerate(heads) if d != source)
-    for source, (t0, t1) in enumerate(_runs(a.kv_seq, a.ranks)):
-        total += sum((hi - lo) * (t1 - t0) * (a.head_dim + a.value_dim) for d, (lo, hi) in enumerate(kv) if d != source)
-    sent = round(total * a.batch * a.itemsize / a.ranks)
+    sent = round(_exchanged(a, a.ranks))
     return sent, sent
+
+
+def _exchanged(a: Attention, near: int) -> Fraction:
+    """Heads exchanged within groups of `near` ranks, mean over ranks."""
+    groups = max(1, a.q_heads // max(1, a.kv_heads))
+    heads = _runs(a.q_heads, near)
+    kv = [(lo // groups, -(-hi // groups)) if lo < hi else (0, 0) for lo, hi in heads]
+    total = 0
+    for length, runs in ((a.q_seq, heads), (a.kv_seq, kv)):
+        for source, (s, t) in enumerate(_runs(length, a.ranks)):
+            total += sum((hi - lo) * (t - s) for d, (lo, hi) in enumerate(runs) if d != source % near)
+    return Fraction(total * (a.head_dim + a.value_dim) * a.batch * a.itemsize, a.ranks)
 
 
 def gather_kv(a: Attention) -> tuple[int, int]:
     """2(P−1)U_k forward; backward reduce-scatters dK and dV, and gathers K and V again: 4(P−1)U_k."""
     most = -(-a.kv_seq // a.ranks)
-    once = (a.ranks - 1) * a.batch * most * a.kv_heads * (a.head_dim + a.value_dim) * a.itemsize
+    once = (a.ranks - 1) * most * a.kv_bytes
     return once, 2 * once
 
 
-COSTS: dict[str, Callable[[Attention], tuple[int, int]]] = {"all-to-all": all_to_all, "gather-kv": gather_kv}
+def ring(a: Attention) -> tuple[int, int]:
+    """2(P−1)U_k forward without a mask, 1.5(P−1)U_k under a causal one; backward the same and dK, dV back."""
+    return _both_ways(a, _owner_computes(a, _head_tail, a.ranks), a.kv_bytes)
+
+
+def halo(a: Attention) -> tuple[int, int]:
+    """2(W−1)·(P−1)/P positions' keys and values for a window W ≤ S/P; backward the same and dK, dV back."""
+    return _both_ways(a, _owner_computes(a, _contiguous, a.ranks), a.kv_bytes)
+
+
+def ring_a2a(a: Attention) -> tuple[int, int]:
+    """(u−1)/u·(2U_q + 2U_k) for the heads, then a ring of P/u groups over u times as long shards of 1/u of the heads."""
+    exchanged = _exchanged(a, a.inner)
+    groups = max(1, a.q_heads // max(1, a.kv_heads))
+    kv = sum(-(-hi // groups) - lo // groups for lo, hi in _runs(a.q_heads, a.inner))  # with heads that several need
+    columns = _owner_computes(a, _head_tail, a.ranks // a.inner) if a.inner < a.ranks else Fraction(0)
+    forward, backward = _both_ways(a, columns, a.kv_bytes // a.kv_heads * kv)
+    return round(exchanged + forward), round(exchanged + backward)
+
+
+def balanced_ring(a: Attention) -> tuple[int, int]:
+    """Causal: (¾P − ½)U_k of keys and values up to half way round, queries there and results back beyond it, the block half way
+    split in two. Other masks are taken to be level already: 2(P−1)U_k.
+    """
+    if a.after != 0 or a.before is None or a.before < a.kv_seq - 1 or a.q_seq != a.kv_seq:
+        return halo(a)
+    lengths = [t - s for s, t in _runs(a.kv_seq, a.ranks)]
+    columns = rows = 0
+    for i in range(a.ranks):
+        for j in range(i):
+            if 2 * (i - j) <= a.ranks:
+                columns += lengths[j]
+            if 2 * (i - j) > a.ranks:
+                rows += lengths[i]
+            elif 2 * (i - j) == a.ranks:
+                rows += lengths[i] // 2
+    query = a.batch * a.q_heads * a.head_dim
+    out, statistic = a.batch * a.q_heads * a.value_dim, a.batch * a.q_heads * a.accumulator
+    forward = columns * a.kv_bytes + rows * (query * a.itemsize + out * a.accumulator + statistic)
+    gradients = columns * a.kv_bytes * a.accumulator // a.itemsize + rows * query * a.accumulator
+    backward = columns * a.kv_bytes + rows * (query * a.itemsize + out * a.itemsize + 2 * statistic) + gradients
+    return round(Fraction(forward, a.ranks)), round(Fraction(backward, a.ranks))
+
+
+COSTS: dict[str, Callable[[Attention], tuple[int, int]]] = {
+    "all-to-all": all_to_all,
+    "gather-kv": gather_kv,
+    "ring": ring,
+    "balanced-ring": balanced_ring,
+    "ring-a2a": ring_a2a,
+    "halo": halo,
+}

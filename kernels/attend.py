@@ -185,13 +185,14 @@ def sdpa(
     q: [.., heads, rows, D], k: [.., kv heads, columns, D], v: [.., kv heads, columns, D_v], mask: broadcastable to
     [.., rows, columns]. A row that sees no column gives 0 with gradient 0.
     """
-    mask = _with_causal(mask, row, column)
+    mask = with_causal(mask, row, column)
     if k.shape[-2] == 0:  # every column of the block is masked
         return q.new_zeros(*q.shape[:-1], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum())
     return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=grouped)
 
 
-def _with_causal(mask: Tensor | None, row: Tensor | None, column: Tensor | None) -> Tensor | None:
+def with_causal(mask: Tensor | None, row: Tensor | None, column: Tensor | None) -> Tensor | None:
+    """A mask (boolean or additive, or None) and, where positions are given, `column <= row` as well."""
     if row is None or column is None:
         return mask
     causal = column[None, :] <= row[:, None]
@@ -220,7 +221,7 @@ def sdpa_dropout(
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
         v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    mask = _with_causal(mask, row, column)
+    mask = with_causal(mask, row, column)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     empty = (scores == -torch.inf).all(-1, keepdim=True)

@@ -204,12 +204,27 @@ def _counts(pieces: list[list[tuple[int, int, int]]], rest: int) -> list[int]:
     return [sum(n for _, _, n in row) * rest for row in pieces]
 
 
-def to_heads(x: Tensor, head_dim: int, seq_dim: int, heads: Sequence[Interval], shards: Shards, rank: int, group: str) -> Tensor:
-    """All heads of my positions -> my heads of all positions.
+def _near(items: Sequence[Any], near: Sequence[int] | None) -> Sequence[Any]:
+    """Runs or shards by rank, empty for ranks that take no part: one exchange over the whole group, without further groups."""
+    return items if near is None else [item if r in near else type(item)() for r, item in enumerate(items)]
+
+
+def to_heads(
+    x: Tensor,
+    head_dim: int,
+    seq_dim: int,
+    heads: Sequence[Interval],
+    shards: Shards,
+    rank: int,
+    group: str,
+    near: Sequence[int] | None = None,
+) -> Tensor:
+    """All heads of my positions -> my heads of all positions (of the ranks `near` me, where that is given).
 
     x: [.., all heads, .., my positions, ..]. `heads[r]` are those that rank r computes; a head that several
     ranks need (fewer key/value heads than ranks) goes to each of them and to nobody else.
     """
+    heads, shards = [h or (0, 0) for h in _near(heads, near)], _near(shards, near)
     rows = x.movedim((head_dim, seq_dim), (0, 1))  # [heads, positions, *rest]
     rest = rows.shape[2:].numel()
     held, (first, last) = size(shards[rank]), heads[rank]
@@ -229,16 +244,27 @@ def to_heads(x: Tensor, head_dim: int, seq_dim: int, heads: Sequence[Interval], 
 
 
 def to_sequence(
-    x: Tensor, head_dim: int, seq_dim: int, heads: Sequence[Interval], shards: Shards, rank: int, group: str
+    x: Tensor,
+    head_dim: int,
+    seq_dim: int,
+    heads: Sequence[Interval],
+    shards: Shards,
+    rank: int,
+    group: str,
+    near: Sequence[int] | None = None,
 ) -> Tensor:
     """My heads of all positions -> all heads of my positions: the way back from `to_heads`.
 
-    x: [.., my heads, .., all positions, ..]; `heads` must be a partition of all heads in rank order.
+    x: [.., my heads, .., all positions, ..]; `heads` (of the ranks near me) must be a partition of all heads in rank order.
     """
+    heads, shards = [h or (0, 0) for h in _near(heads, near)], _near(shards, near)
+    starts, at = dict[int, int](), 0  # where each interval begins among the positions at hand
+    for a, b in sorted(i for s in shards for i in s):
+        starts[a], at = at, at + b - a
     rows = x.movedim((head_dim, seq_dim), (0, 1))
     rest = rows.shape[2:].numel()
     mine = heads[rank][1] - heads[rank][0]
-    sent = torch.cat([_column(take(rows, 1, s)) for s in shards])
+    sent = torch.cat([_column(take(rows, 1, tuple((starts[a], starts[a] + b - a) for a, b in s))) for s in shards])
     sizes = [mine * size(s) * rest for s in shards]
     held = size(shards[rank])
     received = [(b - a) * held * rest for a, b in heads]

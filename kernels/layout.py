@@ -119,6 +119,17 @@ def contiguous(length: int, ranks: int) -> Layout:
     return Layout(length, tuple(((a, b),) if a < b else () for a, b in cuts))
 
 
+def head_tail(length: int, ranks: int) -> Layout:
+    """Of 2·ranks runs, rank r holds the r-th and the r-th from the end (zigzag): under a causal mask all have equal work.
+
+    A sequence shorter than that is held contiguously, so that every rank holds a position.
+    """
+    if length < 2 * ranks:
+        return contiguous(length, ranks)
+    runs = split(length, 2 * ranks)
+    return Layout(length, tuple(_merged([runs[r], runs[-1 - r]]) for r in range(ranks)))
+
+
 def concatenated(parts: list[Layout]) -> Layout:
     """Layout of the local concatenation of `parts`, in order."""
     shards: list[list[Interval]] = [[] for _ in parts[0].shards]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ..cost_model.plan import Collective
-from ..kernels import comm
+from ..kernels import blocks, comm
 from ..kernels.layout import Layout, size
 from .lower import Lowering
 
@@ -20,7 +21,7 @@ def collectives(low: Lowering) -> tuple[Collective, ...]:
         count = _COUNTS.get(node.target) if node.op == "call_function" else None
         if count is not None:
             forward, backward = count(node, low)
-            name = node.target.__name__
+            name = node.target.__name__.removesuffix(".default")
             rows[(name, _PURPOSE[name], forward, backward)] += 1
     return tuple(Collective(op, purpose, n, forward * n, backward * n) for (op, purpose, forward, backward), n in rows.items())
 
@@ -35,6 +36,7 @@ _PURPOSE = {
     "to_heads": "sequence to heads",
     "to_sequence": "heads to sequence",
     "sync": "parameter gradients",
+    "block_attention": "blocks of attention",
 }
 
 
@@ -63,7 +65,8 @@ def _exchanged(node: fx.Node, low: Lowering) -> tuple[int, int]:
     lengths = [size(s) for s in shards]  # type: ignore[union-attr]
     counts = [b - a for a, b in heads]  # type: ignore[union-attr]
     held = max(1, value.shape[node.args[1]] * value.shape[node.args[2]])  # type: ignore[index]
-    pairs = sum(n * m for r, n in enumerate(lengths) for d, m in enumerate(counts) if r != d)
+    inner = len(node.args[7]) if len(node.args) > 7 else low.ranks  # type: ignore[arg-type]
+    pairs = sum(n * m for r, n in enumerate(lengths) for d, m in enumerate(counts) if r != d and r // inner == d // inner)
     sent = pairs * (value.nbytes // held) // low.ranks
     return sent, sent
 
@@ -77,6 +80,10 @@ def _relaid(node: fx.Node, low: Lowering) -> tuple[int, int]:
     per = x.nbytes // max(1, a.size(low.rank))
     moved = sum(n for r in range(a.ranks) for d in range(a.ranks) if d != r for _, _, n in a.overlap(r, b, d))
     return moved * per // low.ranks, moved * per // low.ranks
+
+
+def _travelled(node: fx.Node, low: Lowering) -> tuple[int, int]:
+    return blocks.traffic(node.args[2], [x.meta["val"] for x in node.args[0]])  # type: ignore[union-attr, arg-type]
 
 
 def _synced(node: fx.Node, low: Lowering) -> tuple[int, int]:
@@ -101,4 +108,5 @@ _COUNTS: dict[Any, Any] = {
     comm.to_heads: _exchanged,
     comm.to_sequence: _exchanged,
     comm.sync: _synced,
+    torch.ops.asp.block_attention.default: _travelled,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,13 +26,14 @@ class Facts:
     no_grad: frozenset[fx.Node]
     autocast: dict[fx.Node, tuple[object, ...]]
     ranks: int
+    arrange: Callable[[int, int], Layout] = contiguous
     layouts: dict[int, Layout] = field(default_factory=dict)
 
     def layout(self, length: int) -> Layout | None:
         """The layout of a sequence of this length; None where it is too short to give each rank a position."""
         if length < self.ranks:
             return None
-        return self.layouts.setdefault(length, contiguous(length, self.ranks))
+        return self.layouts.setdefault(length, self.arrange(length, self.ranks))
 
 
 def is_float(node: fx.Node) -> bool:
@@ -51,8 +52,8 @@ def is_random(node: fx.Node) -> bool:
     )
 
 
-def read(captured: Captured, ranks: int) -> Facts:
-    """Facts of a captured graph; mode switches are read in program order."""
+def read(captured: Captured, ranks: int, arrange: Callable[[int, int], Layout] = contiguous) -> Facts:
+    """Facts of a captured graph whose sequences `arrange(length, ranks)` lays out; mode switches are read in program order."""
     nodes = list(captured.module.graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     inputs = dict(zip(placeholders, captured.inputs, strict=True))
@@ -87,7 +88,7 @@ def read(captured: Captured, ranks: int) -> Facts:
                 from_data.add(node)
             if grad and is_float(node) and node.target not in _CUTS and any(x in differentiable for x in xs):
                 differentiable.add(node)
-    return Facts(inputs, frozenset(differentiable), frozenset(from_data), frozenset(no_grad), autocast, ranks)
+    return Facts(inputs, frozenset(differentiable), frozenset(from_data), frozenset(no_grad), autocast, ranks, arrange)
 
 
 _CUTS = {aten.detach.default}

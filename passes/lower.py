@@ -13,6 +13,7 @@ from torch import fx
 from ..kernels import comm, random
 from .capture import Captured
 from .facts import Facts
+from .mask import BatchSight
 from .place import Decisions
 from .placement import Placement, R, Replicate, Shard, V, Varying
 from .relation import shape
@@ -59,7 +60,7 @@ class Lowering:
     env: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
     inputs: dict[fx.Node, fx.Node] = field(default_factory=dict)
     synced: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
-    seed_node: fx.Node | None = None
+    extras: dict[str | BatchSight, fx.Node] = field(default_factory=dict)  # inputs made anew for each step
     current: fx.Node | None = None
 
     # What rules use -----------------------------------------------------------------------------------
@@ -106,11 +107,18 @@ class Lowering:
         return {out.dim} if isinstance(out, Shard) and self.ranks > 1 else set()
 
     def seed(self) -> fx.Node:
-        if self.seed_node is None:
-            last = list(self.inputs.values())[-1]
+        return self._extra("seed", "seed")
+
+    def cells(self, sight: BatchSight) -> fx.Node:
+        """What the batch's rows see: int8, on the host."""
+        return self._extra(sight, f"cells_{len(self.extras)}")
+
+    def _extra(self, what: str | BatchSight, name: str) -> fx.Node:
+        if what not in self.extras:
+            last = [*self.inputs.values(), *self.extras.values()][-1]
             with self.graph.inserting_after(last):
-                self.seed_node = self.graph.placeholder("seed")
-        return self.seed_node
+                self.extras[what] = self.graph.placeholder(name)
+        return self.extras[what]
 
     def changed(self, node: fx.Node) -> bool:
         """An input that the graph mutates (running statistics)."""

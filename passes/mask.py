@@ -1,24 +1,27 @@
-"""What a mask is, known without building it: causal, and which columns a block of rows can see.
-
-Rows and columns enter a mask as vectors of positions. Where those are constants (not packed-document ids or
-padding of the batch) the comparison graph is evaluated on blocks by interval arithmetic: for each block of rows and
-columns a lower and an upper bound of the mask's value.
-"""
+"""What rows see, known without building a mask: everything, causally, by a grid of cells, or by cells that each batch has anew."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
+from ..kernels.layout import Layout
+from ..kernels.schedule import Causal, Everything, Grid, Sight
+from .bounds import BROADCASTS, CONJUNCTIONS, Bounds, Cells, limit
 from .capture import Captured
 from .detect import SDPA, Region, Use
 from .relation import operands, shape
+from .rules.base import argument
 
 aten = torch.ops.aten
-COLUMN_BLOCK = 128  # columns are trimmed to multiples of this, or of a 2048th of them if that is more
+CELLS = 1024  # cells along an axis; a sequence that is no longer is known position by position
+BATCH_CELLS = 512  # the same where each batch has them anew
+LARGEST_ANCESTRY = 200  # operators between a batch's inputs and a mask's vectors
 LARGEST_CONSTANT = 1 << 24  # elements; row and column vectors of any real sequence are smaller
 
 
@@ -71,11 +74,10 @@ def is_causal(region: Region, constants: Constants) -> bool:
     rows, columns = region.row.length, region.columns
     if rows != columns:
         return False
-    whole = _Blocks(region, constants, [(0, rows)], np.arange(rows), [(0, columns)])
+    whole = Cells(region, constants.of, (np.array([0, rows]), np.array([0, columns])))
 
     def certain(use: Use) -> bool:
-        bounds = whole.of(use)
-        return bounds is not None and bool(np.min(bounds[0]) >= 1)
+        return bool(np.min(whole.of(use)[0]) >= 1)
 
     def lower(use: Use) -> bool:
         node = use[0]
@@ -83,10 +85,10 @@ def is_causal(region: Region, constants: Constants) -> bool:
             return False
         below = [region.reads[(use, i)] for i in range(len(operands(node)))]
         packet = getattr(node.target, "overloadpacket", None)
-        if packet in _CONJUNCTIONS:
+        if packet in CONJUNCTIONS:
             a, b = below
             return (certain(a) and lower(b)) or (certain(b) and lower(a))
-        return lower(below[0]) if packet in _BROADCASTS else _is_lower(node, rows, constants)
+        return lower(below[0]) if packet in BROADCASTS else _is_lower(node, rows, constants)
 
     return lower(use)
 
@@ -106,140 +108,154 @@ def _is_lower(node: fx.Node, length: int, constants: Constants) -> bool:
     return bool((column.flatten() == steps).all() and (row.flatten() == steps).all())
 
 
-# Which columns a block sees -----------------------------------------------------------------------
-
-Bounds = tuple[np.ndarray, np.ndarray]  # least and greatest value: [row blocks or 1, column blocks or 1]
+# Sights -------------------------------------------------------------------------------------------
 
 
-def visible(
-    region: Region, constants: Constants, row_blocks: list[tuple[int, int]], held: np.ndarray, causal: bool
-) -> list[tuple[int, int]]:
-    """For each block of rows, the columns [first, last) outside which its mask is certainly False.
+@dataclass(frozen=True, eq=False)
+class BatchSight:
+    """Rows see what the batch says (packed documents, padding). `atmost` is what holds of any batch.
 
-    `held` are the global positions of the rows at hand, `row_blocks` cuts of them. Only for regions that give 0 to a row
-    without columns (`scaled_dot_product_attention`); others must see every column.
+    Called with the graph's inputs it gives the cells, int8 [row cells, column cells], on the host: once a step, whatever the number
+    of layers, and alike on every rank that has the same batch.
     """
-    everything = [(0, region.columns)] * len(row_blocks)
-    use = mask_use(region)
-    if region.closing.target is not SDPA or (use is None and not causal):
-        return everything
-    step = max(COLUMN_BLOCK, region.columns // 2048)
-    cuts = [(a, min(region.columns, a + step)) for a in range(0, region.columns, step)]
-    may = np.ones((len(row_blocks), len(cuts)), dtype=bool)
-    if causal:
-        last = np.array([held[a:b].max(initial=-1) for a, b in row_blocks])
-        may &= np.array([a for a, _ in cuts])[None, :] <= last[:, None]
-    if use is not None and use[0].meta["val"].dtype == torch.bool:
-        bounds = _Blocks(region, constants, row_blocks, held, cuts).of(use)
-        if bounds is not None:
-            may &= np.broadcast_to(bounds[1] > 0, may.shape)
-    out = []
-    for row in may:
-        seen = np.flatnonzero(row)
-        out.append((cuts[seen[0]][0], cuts[seen[-1]][1]) if len(seen) else (0, 0))
-    return out
+
+    row_cuts: np.ndarray
+    col_cuts: np.ndarray
+    atmost: Grid
+    inputs: tuple[int, ...]
+    vectors: fx.GraphModule
+    cells: Callable[[Sequence[Tensor]], np.ndarray]
+
+    def __call__(self, args: Sequence[Any]) -> Tensor:
+        known = self.vectors(*[args[i].detach().cpu() for i in self.inputs])
+        return torch.from_numpy(self.cells(known))
 
 
-class _Blocks:
-    """Interval arithmetic over the mask's operators, on all blocks at once."""
+class Sights:
+    """What the rows of each region see; regions under one mask share the answer."""
 
-    def __init__(
-        self,
-        region: Region,
-        constants: Constants,
-        row_blocks: list[tuple[int, int]],
-        held: np.ndarray,
-        cuts: list[tuple[int, int]],
-    ) -> None:
-        self._region, self._constants = region, constants
-        self._rows, self._held, self._cuts = row_blocks, held, cuts
-        self._known: dict[Use, Bounds | None] = {}
+    def __init__(self, captured: Captured, constants: Constants) -> None:
+        self._captured, self._constants = captured, constants
+        self._grids: dict[object, Grid | BatchSight] = {}
 
-    def of(self, use: Use) -> Bounds | None:
-        if use not in self._known:
-            self._known[use] = self._bounds(use)
-        return self._known[use]
+    def of(self, region: Region, scores: Use | None, columns: Layout | None) -> Sight | BatchSight:
+        """scores: the value under the region's softmax, where it is spelled out; columns: the layout of the keys, if they have one."""
+        masked = mask_use(region)
+        if region.closing.target is SDPA:
+            causal = bool(argument(region.closing, "is_causal", False))
+            if masked is None:
+                return Causal() if causal else Everything()
+            if not causal and is_causal(region, self._constants):
+                return Causal()
+        elif scores is None:
+            return Everything()
+        key = (masked or scores, region.row, columns, region.closing.target is SDPA and argument(region.closing, "is_causal", False))
+        if key not in self._grids:
+            self._grids[key] = self._grid(region, scores, columns)
+        return self._grids[key]
 
-    def _bounds(self, use: Use) -> Bounds | None:
-        node, axes = use
-        if use in self._region.leaves or axes.row is None or axes.col is None:
-            return self._leaf(use)
-        act = _BOUNDS.get(getattr(node.target, "overloadpacket", None))
-        if act is None:
-            return None
-        taken = [self.of(self._region.reads[(use, i)]) for i in range(len(operands(node)))]
-        at = iter(taken)
-        args = [next(at) if isinstance(a, fx.Node) else a for a in node.args]
-        if act in _CONNECTIVES:
-            return act(*args)
-        if any(b is None for b in taken):
-            return None
-        points = [(np.float64(a), np.float64(a)) if isinstance(a, (int, float)) else a for a in args]
-        return act(*points)
+    def _grid(self, region: Region, scores: Use | None, columns: Layout | None) -> Grid | BatchSight:
+        found = self._of_batch(region, scores)
+        most = BATCH_CELLS if found else CELLS
+        cuts = (_cuts(region.row.length, region.row, most), _cuts(region.columns, columns, most))
+        grid = Grid(*cuts, self._cells(region, scores, cuts, self._constants.of))
+        if not found:
+            return grid
+        inputs, vectors, names = found
 
-    def _leaf(self, use: Use) -> Bounds | None:
-        node, axes = use
-        if axes.row is not None and axes.col is not None:
-            return None
-        value = self._constants.of(node)
-        if value is None or value.is_complex():
-            return None
-        dim = axes.row if axes.row is not None else axes.col
-        if dim is None:
-            flat = value.double().numpy()
-            return (flat.min(), flat.max()) if flat.size else None
-        lines = value.double().numpy()
-        lines = np.moveaxis(lines, dim, -1).reshape(-1, lines.shape[dim])
-        low, high = lines.min(0), lines.max(0)
-        if axes.row is not None:
-            low, high = low[self._held], high[self._held]
-            blocks = self._rows
+        def cells(known: Sequence[Tensor]) -> np.ndarray:
+            values = dict(zip(names, known, strict=True))
+            return self._cells(region, scores, cuts, lambda n: values[n] if n in values else self._constants.of(n))
+
+        return BatchSight(*cuts, grid, inputs, vectors, cells)
+
+    def _cells(
+        self, region: Region, scores: Use | None, cuts: tuple[np.ndarray, np.ndarray], values: Callable[[fx.Node], Tensor | None]
+    ) -> np.ndarray:
+        use = mask_use(region) or scores
+        assert use is not None
+        shape_of = (len(cuts[0]) - 1, len(cuts[1]) - 1)
+        low, high = (np.broadcast_to(x, shape_of) for x in Cells(region, values, cuts).of(use))
+        if use[0].meta["val"].dtype == torch.bool:
+            some, every = high > 0, low >= 1
         else:
-            blocks = self._cuts
-        least = np.array([low[a:b].min(initial=np.inf) for a, b in blocks])
-        most = np.array([high[a:b].max(initial=-np.inf) for a, b in blocks])
-        return (least[:, None], most[:, None]) if axes.row is not None else (least[None, :], most[None, :])
+            # A finite mask hides a score from a row that sees some other one; a row with no other is an average over all.
+            hidden = high == -np.inf
+            if self._rows_see_themselves(region, use, values):
+                hidden = hidden | (high <= -limit(use[0]) / 2)
+            # A kernel may leave out a mask that adds nothing; where scores are spelled out they are always computed.
+            every = (low == 0) & (high == 0) if region.closing.target is SDPA else low > -limit(use[0]) / 2
+            some = ~hidden
+        if region.closing.target is SDPA and argument(region.closing, "is_causal", False):
+            some = some & (cuts[1][:-1][None, :] < cuts[0][1:][:, None])
+            every = every & (cuts[1][1:][None, :] - 1 <= cuts[0][:-1][:, None])
+        return (some.astype(np.int8) + (some & every)).astype(np.int8)
+
+    def _rows_see_themselves(self, region: Region, use: Use, values: Callable[[fx.Node], Tensor | None]) -> bool:
+        if region.row.length != region.columns:
+            return False
+        low, _ = Cells(region, values, None).of(use)
+        return bool(np.min(low) >= -limit(use[0]) / 2)
+
+    def _of_batch(self, region: Region, scores: Use | None) -> tuple[tuple[int, ...], fx.GraphModule, list[fx.Node]] | None:
+        """The vectors under the mask that a batch decides, as a graph of its inputs."""
+        use = mask_use(region) or scores
+        assert use is not None
+        seen, stack, wanted = set[Use](), [use], dict[fx.Node, None]()
+        while stack:
+            at = stack.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            if at in region.interior:
+                stack += [region.reads[(at, i)] for i in range(len(operands(at[0])))]
+            elif self._constants.of(at[0]) is None and self._decided(at[0]):
+                wanted[at[0]] = None
+        if not wanted:
+            return None
+        graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+        needed = set[fx.Node]()
+        for node in wanted:
+            needed |= self._ancestry(node) or set()
+        placeholders = [n for n in self._captured.module.graph.nodes if n.op == "placeholder"]
+        inputs = [i for i, n in enumerate(placeholders) if n in needed]
+        for node in self._captured.module.graph.nodes:
+            if node in needed:
+                copied[node] = graph.node_copy(node, copied.__getitem__)
+                if "device" in copied[node].kwargs:
+                    copied[node].kwargs = {**copied[node].kwargs, "device": torch.device("cpu")}
+        graph.output([copied[n] for n in wanted])
+        return tuple(inputs), fx.GraphModule(self._captured.module, graph), list(wanted)
+
+    def _decided(self, node: fx.Node) -> bool:
+        """By the batch's integers alone."""
+        value = node.meta.get("val")
+        return isinstance(value, Tensor) and value.numel() <= LARGEST_CONSTANT and self._ancestry(node) is not None
+
+    def _ancestry(self, node: fx.Node) -> set[fx.Node] | None:
+        """All a value is computed from, or None if that is more than integers of the batch and constants."""
+        inputs = dict(zip([n for n in node.graph.nodes if n.op == "placeholder"], self._captured.inputs, strict=True))
+        seen, stack = set[fx.Node](), [node]
+        while stack:
+            n = stack.pop()
+            if n in seen:
+                continue
+            seen.add(n)
+            if n.op == "placeholder" and (inputs[n].kind != "data" or n.meta["val"].is_floating_point()):
+                return None
+            if n.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()):
+                return None
+            if len(seen) > LARGEST_ANCESTRY:
+                return None
+            stack += operands(n)
+        return seen
 
 
-_CONJUNCTIONS = (aten.__and__, aten.bitwise_and, aten.logical_and)
-_BROADCASTS = (aten.expand, aten.alias, aten.clone, aten.contiguous, aten.unsqueeze)
+def _cuts(length: int, layout: Layout | None, most: int) -> np.ndarray:
+    """Cells of equal length, cut again where a rank's positions begin or end."""
+    step = max(1, -(-length // most))
+    held = [x for shard in (layout.shards if layout else ()) for interval in shard for x in interval]
+    return np.unique(np.array([*range(0, length, step), length, *held]))
 
 
-def _compared(
-    certain: Callable[[Bounds, Bounds], np.ndarray], possible: Callable[[Bounds, Bounds], np.ndarray]
-) -> Callable[..., Bounds]:
-    return lambda a, b: (certain(a, b).astype(float), possible(a, b).astype(float))
-
-
-def _and(a: Bounds | None, b: Bounds | None) -> Bounds | None:
-    if a is None or b is None:
-        known = a if a is not None else b
-        return None if known is None else (np.zeros_like(known[0]), known[1])
-    return np.minimum(a[0], b[0]), np.minimum(a[1], b[1])
-
-
-def _or(a: Bounds | None, b: Bounds | None) -> Bounds | None:
-    return None if a is None or b is None else (np.maximum(a[0], b[0]), np.maximum(a[1], b[1]))
-
-
-def _same(a: Bounds | None, *_: object) -> Bounds | None:
-    return a
-
-
-_CONNECTIVES = (_and, _or, _same)
-_BOUNDS: dict[object, Callable[..., Bounds | None]] = {
-    aten.le: _compared(lambda a, b: a[1] <= b[0], lambda a, b: a[0] <= b[1]),
-    aten.lt: _compared(lambda a, b: a[1] < b[0], lambda a, b: a[0] < b[1]),
-    aten.ge: _compared(lambda a, b: a[0] >= b[1], lambda a, b: a[1] >= b[0]),
-    aten.gt: _compared(lambda a, b: a[0] > b[1], lambda a, b: a[1] > b[0]),
-    aten.eq: _compared(lambda a, b: (a[0] == b[1]) & (a[1] == b[0]), lambda a, b: (a[0] <= b[1]) & (b[0] <= a[1])),
-    aten.add: lambda a, b: (a[0] + b[0], a[1] + b[1]),
-    aten.sub: lambda a, b: (a[0] - b[1], a[1] - b[0]),
-    **dict.fromkeys(_CONJUNCTIONS, _and),
-    **dict.fromkeys(_BROADCASTS, _same),
-    aten.__or__: _or,
-    aten.bitwise_or: _or,
-    aten.logical_or: _or,
-    aten.bitwise_not: lambda a: (1 - a[1], 1 - a[0]),
-    aten.logical_not: lambda a: (1 - a[1], 1 - a[0]),
-}
+__all__ = ["BatchSight", "Bounds", "Constants", "Sights", "is_causal", "mask_use"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,15 +12,17 @@ from torch import fx
 from ..cost_model.plan import Fallback, Plan, Rejected, Site
 from ..cost_model.volumes import COSTS, Attention
 from ..kernels.errors import AutospError
-from ..kernels.layout import Layout
+from ..kernels.layout import Layout, contiguous, head_tail
+from ..kernels.schedule import Causal, Everything
 from . import detect, facts, place
 from .capture import Captured, capture, source_line
 from .count import collectives
 from .lower import Lowering, Spread, lower
-from .mask import Constants, is_causal, mask_use
+from .mask import BatchSight, Constants, Sights
 from .placement import R, Shard
 from .relation import operands, shape
-from .sites import LOWERINGS, SiteContext, inapplicable
+from .sites import SiteContext
+from .strategies import LOWERINGS
 from .verify import verify
 
 aten = torch.ops.aten
@@ -57,12 +59,12 @@ class Settings:
 
 @dataclass
 class Compiled:
-    """A rank's local graph, its plan, and whether it takes a seed as an extra last input."""
+    """A rank's local graph, its plan, and what it takes after the graph's own inputs: "seed", and cells of each batch."""
 
     module: fx.GraphModule
     captured: Captured
     plan: Plan
-    takes_seed: bool
+    extras: tuple[str | BatchSight, ...]
     sites: list[detect.Region] = field(default_factory=list)
 
 
@@ -74,10 +76,11 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], spread: Spr
 
 def compile_captured(captured: Captured, spread: Spread, settings: Settings) -> Compiled:
     """A captured graph into this rank's local graph and the plan."""
-    known = facts.read(captured, spread.ranks)
+    arrange = (LOWERINGS[settings.strategy].layout if settings.strategy else None) or contiguous
+    known = facts.read(captured, spread.ranks, arrange)
     _refuse_short(captured, known, settings)
     types = _typed(captured, known, settings)
-    ctx = SiteContext(known, Constants(captured))
+    ctx = SiteContext(known, Sights(captured, Constants(captured)))
     regions, refused = detect.regions(captured, known, types)
     sites = [_choose(region, ctx, types, settings) for region in regions]
     decisions = place.decide(captured, known, types, settings.outputs == "gather")
@@ -85,7 +88,7 @@ def compile_captured(captured: Captured, spread: Spread, settings: Settings) -> 
     fake_mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in captured.module.graph.nodes if n.op == "placeholder"])
     verify(module, captured, low, fake_mode)
     plan = _plan(captured, types, decisions, low, sites, refused, settings)
-    return Compiled(module, captured, plan, low.seed_node is not None, regions)
+    return Compiled(module, captured, plan, tuple(low.extras), regions)
 
 
 # Where sequences start ----------------------------------------------------------------------------
@@ -216,14 +219,15 @@ def _sizes(region: detect.Region, ctx: SiteContext) -> Attention:
         dims[-1] if dims else 1,
         region.closing.meta["val"].element_size(),
         ctx.ranks,
+        *ctx.band(region),
     )
 
 
 def _choose(region: detect.Region, ctx: SiteContext, types: place.Types, settings: Settings) -> _Chosen:
     """The strategy that sends least among those that apply (or the one that was asked for), put into the types."""
     sizes = _sizes(region, ctx)
-    reasons = {name: inapplicable(region, name, ctx) for name in LOWERINGS}
-    prices = {name: COSTS[name](sizes) for name in LOWERINGS}
+    reasons = {name: _unusable(region, name, ctx) for name in LOWERINGS}
+    prices = {name: COSTS[name](replace(sizes, inner=LOWERINGS[name].inner(region, ctx.ranks))) for name in LOWERINGS}
     usable = [name for name in LOWERINGS if reasons[name] is None]
     best = min(usable, key=lambda name: sum(prices[name]))
     note = ""
@@ -232,7 +236,7 @@ def _choose(region: detect.Region, ctx: SiteContext, types: place.Types, setting
             best = settings.strategy
         else:
             note = f"{settings.strategy} cannot apply: {reasons[settings.strategy]}"
-    types.recipes[region.closing] = LOWERINGS[best](region, ctx)
+    types.recipes[region.closing] = LOWERINGS[best].lower(region, ctx)
     rejected = tuple(
         Rejected(
             n,
@@ -264,14 +268,26 @@ def _choose(region: detect.Region, ctx: SiteContext, types: place.Types, setting
     return _Chosen(region, site)
 
 
+def _unusable(region: detect.Region, name: str, ctx: SiteContext) -> str | None:
+    """Why a strategy cannot be taken for a region, or None. The layout is one choice for the whole model."""
+    if LOWERINGS[name].layout not in (None, ctx.facts.arrange):
+        return f"the model's sequence is in {_layout_name(ctx.facts)} layout"
+    return LOWERINGS[name].inapplicable(region, ctx)
+
+
+def _layout_name(known: facts.Facts) -> str:
+    return "head-tail" if known.arrange is head_tail else "contiguous"
+
+
 def _sum(price: tuple[int, int], reason: str | None) -> int | None:
     return None if reason else sum(price)
 
 
 def _mask_name(region: detect.Region, ctx: SiteContext) -> str:
-    if ctx.causal(region) or is_causal(region, ctx.constants):
-        return "causal"
-    return "none" if mask_use(region) is None and region.closing.target is detect.SDPA else "by rows"
+    if region.closing.target is not detect.SDPA:
+        return "by rows"
+    sight = ctx.sight(region)
+    return {Causal: "causal", Everything: "none", BatchSight: "by batch"}.get(type(sight), "by rows")
 
 
 # The plan -----------------------------------------------------------------------------------------
@@ -296,7 +312,7 @@ def _plan(
     return Plan(
         low.ranks,
         tuple(sorted({s.site.q_seq for s in sites} | {s.site.kv_seq for s in sites}, reverse=True)),
-        "contiguous",
+        _layout_name(low.facts),
         tuple(s.site for s in sites),
         tuple(Fallback(_op_name(g.node), source_line(g.node), g.bytes, g.reason) for g in types.gathered),
         collectives(low),

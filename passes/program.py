@@ -1,4 +1,4 @@
-"""A region as a program for a block of rows.
+"""A region as a program for a block of rows, or of rows and columns.
 
 `ProgramBuilder` is the second thing rules can emit into (the first is the rank's local graph): the same
 `emit` rows, but sizes along rows are the block's, along heads the rank's, along columns what the block sees.
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..kernels import attend
+from ..kernels import attend, blocks
 from .detect import SDPA, Axes, Region, Use
+from .form import Form
 from .place import rule
 from .relation import operands, shape
 from .rules.base import argument
@@ -96,6 +97,9 @@ class ProgramBuilder:
     def seed(self) -> fx.Node:
         return self._extra("seed", Axes(None, None, None))
 
+    def cells(self, sight: Any) -> fx.Node:
+        raise AssertionError("sights are for whole regions, not inside one")
+
     # Leaves -------------------------------------------------------------------------------------------
 
     def positions(self, axis: str) -> fx.Node:
@@ -131,6 +135,68 @@ class ProgramBuilder:
             self.values[use] = result
         self.graph.output(result)
         return self.graph
+
+    def tile(self, form: Form, causal: bool) -> tuple[fx.Graph, fx.Graph]:
+        """Two graphs over the same leaves: ((scores, values), keep) of a tile, and the mask alone (None without one)."""
+        node, region = self.region.closing, self.region
+        me = (node, region.axes)
+        ends = [form.values, form.scores] if form.scores else [region.reads[(me, i)] for i in range(len(operands(node)))]
+        needed = _ancestors(region, ends)
+        for use in region.leaves:
+            if use in needed:
+                self.values[use] = self._leaf(use, use[1])
+        for use in region.interior:
+            if use in needed:
+                values = [self._whole(region.reads[(use, i)]) for i in range(len(operands(use[0])))]
+                self.values[use] = rule(use[0]).emit(self, use[0], use[1], values)  # type: ignore[arg-type]
+        values, mask = self._averaged(form), None
+        if form.scores:
+            scores = self._whole(form.scores)
+        else:
+            mask = self._whole(region.reads[(me, 3)]) if len(operands(node)) == 4 else None
+            if causal:
+                mask = self.call(attend.with_causal, mask, self.positions("row"), self.positions("column"))
+            q, k = (self._grouped(region.reads[(me, i)]) for i in (0, 1))
+            scores = self.call(blocks.scores, q, k, mask, argument(node, "scale"))
+        keep = self._kept(form, scores)
+        copied: dict[fx.Node, fx.Node] = {}
+        alone = fx.Graph()
+        alone.graph_copy(self.graph, copied)
+        alone.output(copied[mask] if mask is not None else None)
+        alone.eliminate_dead_code()
+        self.graph.output(((scores, values), keep))
+        return self.graph, alone
+
+    def _averaged(self, form: Form) -> fx.Node:
+        values = self._grouped(form.values)
+        if form.value_dims is None:
+            return values
+        order = [d for d in form.value_dims if d is not None]
+        values = self.call(aten.permute.default, values, order)
+        for at, d in enumerate(form.value_dims):
+            if d is None:
+                values = self.call(aten.unsqueeze.default, values, at)
+        return values
+
+    def _grouped(self, use: Use) -> fx.Node:
+        """A value with one key/value head for each query head."""
+        if use in self.region.groups and use not in self.region.repeated and use in self.values:
+            return self.expanded(use)
+        return self._whole(use)
+
+    def _kept(self, form: Form, scores: fx.Node) -> fx.Node | None:
+        node = form.dropout
+        if node is None:
+            return None
+        if node.target is SDPA:
+            p, size = argument(node, "dropout_p"), (*shape(node)[:-1], self.region.columns)
+        else:
+            p, size = argument(node, "p"), shape(node)
+        where: list[Any] = [0] * len(size)
+        where[-2:] = self.positions("row"), self.positions("column")
+        if len(size) > 2:
+            where[-3] = self.heads.first
+        return self.call(blocks.kept, scores, float(p), self.seed(), site_salt(node), tuple(size), where)
 
     def _value(self, x: fx.Node, user: Use, i: int) -> fx.Node:
         """The operand in the role in which the walk reached it from this user."""
@@ -187,3 +253,17 @@ class ProgramBuilder:
             weights_shape,
             where,
         )
+
+
+def _ancestors(region: Region, ends: Sequence[Use]) -> set[Use]:
+    """Leaves and interior values that some uses are computed from."""
+    seen, stack = set[Use](), list(ends)
+    while stack:
+        use = stack.pop()
+        use = region.repeated.get(use, use)
+        if use in seen:
+            continue
+        seen.add(use)
+        if use in region.interior:
+            stack += [region.reads[(use, i)] for i in range(len(operands(use[0])))]
+    return seen

@@ -1,7 +1,6 @@
-"""A site under a strategy: what each leaf must become, the program, and the way back.
+"""A site under a strategy in which heads or whole keys move: what each leaf must become, the program, and the way back.
 
-LOWERINGS has one row a strategy. A row takes a region and gives a `Recipe`, so an attention is placed and
-emitted exactly like every other operator.
+A strategy takes a region and gives a `Recipe`, so an attention is placed and emitted exactly like every other operator.
 """
 
 from __future__ import annotations
@@ -9,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..kernels import attend, comm, random
 from ..kernels.layout import Interval, Layout, kv_heads, split
+from ..kernels.schedule import STRIP_ROWS, Causal, Everything, Sight, placed
 from .detect import SDPA, Axes, Region, Use
 from .facts import Facts, is_float
-from .mask import Constants, is_causal, visible
+from .mask import BatchSight, Sights
 from .placement import Placement, Shard, V
 from .program import Heads, ProgramBuilder
 from .relation import shape
@@ -32,7 +31,7 @@ class SiteContext:
     """What every lowering needs beside the region."""
 
     facts: Facts
-    constants: Constants
+    sights: Sights
 
     @property
     def ranks(self) -> int:
@@ -40,6 +39,19 @@ class SiteContext:
 
     def causal(self, region: Region) -> bool:
         return bool(region.closing.target is SDPA and argument(region.closing, "is_causal", False))
+
+    def sight(self, region: Region, scores: Use | None = None) -> Sight | BatchSight:
+        """What the rows of a region see; `scores` is the value under its softmax, where that is spelled out."""
+        return self.sights.of(region, scores, self.facts.layout(region.columns))
+
+    def band(self, region: Region) -> tuple[int | None, int | None]:
+        """How far before and after itself a row sees, as far as that is known of every batch; None: without limit."""
+        sight = self.sight(region) if region.closing.target is SDPA else Everything()
+        if isinstance(sight, Everything):
+            return None, None
+        if isinstance(sight, Causal):
+            return region.columns, 0
+        return (sight.atmost if isinstance(sight, BatchSight) else sight).band
 
     def travels(self, use: Use) -> bool:
         """Activations move between ranks; positions, parameters and what depends on them only are whole everywhere."""
@@ -57,7 +69,7 @@ class Leaf:
     move: Move
 
 
-def _stay(b: Builder, x: fx.Node) -> fx.Node:
+def stay(b: Builder, x: fx.Node) -> fx.Node:
     return x
 
 
@@ -70,17 +82,17 @@ def gather_kv(region: Region, ctx: SiteContext) -> Recipe:
     for use in region.leaves:
         node, axes = use
         if axes.row is not None and shape(node)[axes.row] == region.row.length:
-            leaves[use] = Leaf(Shard(axes.row, region.row), _stay)
+            leaves[use] = Leaf(Shard(axes.row, region.row), stay)
         elif axes.col is not None and ctx.travels(use):
             leaves[use] = _gathered(use, axes.col, ctx)
         else:
-            leaves[use] = Leaf(V, _stay)
+            leaves[use] = Leaf(V, stay)
 
     def emit(b: Builder, values: Sequence[fx.Node]) -> fx.Node:
-        moved = _moved(b, leaves, values)
-        return _computed(b, region, ctx, moved, Heads(0, region.heads, region.heads), region.row.shards[b.rank])
+        here = moved(b, leaves, values)
+        return _computed(b, region, ctx, here, Heads(0, region.heads, region.heads), region.row.shards[b.rank])
 
-    return Recipe(Shard(_row(region), region.row), _demands(leaves), emit)
+    return Recipe(Shard(row_of(region), region.row), demands(leaves), emit)
 
 
 def all_to_all(region: Region, ctx: SiteContext) -> Recipe:
@@ -90,23 +102,18 @@ def all_to_all(region: Region, ctx: SiteContext) -> Recipe:
     leaves = {use: _by_heads(use, region, heads, ctx) for use in region.leaves}
 
     def emit(b: Builder, values: Sequence[fx.Node]) -> fx.Node:
-        moved = _moved(b, leaves, values)
+        here = moved(b, leaves, values)
         first, last = heads[b.rank]
-        out = _computed(b, region, ctx, moved, Heads(first, last, region.heads), ((0, region.row.length),))
+        out = _computed(b, region, ctx, here, Heads(first, last, region.heads), ((0, region.row.length),))
         if b.ranks == 1:
             return out
-        return b.call(comm.to_sequence, out, region.axes.head, _row(region), heads, region.row.shards, b.rank, b.group)
+        return b.call(comm.to_sequence, out, region.axes.head, row_of(region), heads, region.row.shards, b.rank, b.group)
 
-    return Recipe(Shard(_row(region), region.row), _demands(leaves), emit)
-
-
-LOWERINGS: dict[str, Callable[[Region, SiteContext], Recipe]] = {"all-to-all": all_to_all, "gather-kv": gather_kv}
+    return Recipe(Shard(row_of(region), region.row), demands(leaves), emit)
 
 
-def inapplicable(region: Region, strategy: str, ctx: SiteContext) -> str | None:
-    """Why a strategy cannot lower a region, or None if it can."""
-    if strategy == "gather-kv":
-        return None
+def no_heads(region: Region, ctx: SiteContext) -> str | None:
+    """Why a region's heads cannot be dealt out to ranks, or None if they can."""
     if region.axes.head is None:
         return "it has no head dimension to split"
     rows = [use for use in region.leaves if use[1].row is not None and ctx.travels(use)]
@@ -126,7 +133,7 @@ def _gathered(use: Use, dim: int, ctx: SiteContext) -> Leaf:
     node = use[0]
     layout = ctx.facts.layout(shape(node)[dim])
     if layout is None or node not in ctx.facts.differentiable:
-        return Leaf(V, _stay)
+        return Leaf(V, stay)
 
     def move(b: Builder, x: fx.Node) -> fx.Node:
         if b.ranks == 1:
@@ -150,7 +157,7 @@ def _by_heads(use: Use, region: Region, heads: Sequence[Interval], ctx: SiteCont
     mine = tuple(kv_heads(h, region.groups.get(use, 1)) for h in heads)
     if not ctx.travels(use) or both or seq is None or (layout := _layout(use, seq, region, ctx)) is None:
         if axes.head is None:
-            return Leaf(V, _stay)
+            return Leaf(V, stay)
         return Leaf(V, lambda b, x: b.call(aten.narrow.default, x, axes.head, mine[b.rank][0], mine[b.rank][1] - mine[b.rank][0]))
     if axes.head is None:
         return _gathered(use, seq, ctx)
@@ -168,16 +175,16 @@ def _layout(use: Use, seq: int, region: Region, ctx: SiteContext) -> Layout | No
     return ctx.facts.layout(shape(node)[seq])
 
 
-def _row(region: Region) -> int:
+def row_of(region: Region) -> int:
     assert region.axes.row is not None
     return region.axes.row
 
 
-def _demands(leaves: dict[Use, Leaf]) -> tuple[tuple[fx.Node, Placement], ...]:
+def demands(leaves: dict[Use, Leaf]) -> tuple[tuple[fx.Node, Placement], ...]:
     return tuple((use[0], leaf.demand) for use, leaf in leaves.items())
 
 
-def _moved(b: Builder, leaves: dict[Use, Leaf], values: Sequence[fx.Node]) -> dict[Use, fx.Node]:
+def moved(b: Builder, leaves: dict[Use, Leaf], values: Sequence[fx.Node]) -> dict[Use, fx.Node]:
     return {use: leaf.move(b, x) for (use, leaf), x in zip(leaves.items(), values, strict=True)}
 
 
@@ -196,7 +203,7 @@ def _computed(
     trimmed = region.closing.target is SDPA
     program = ProgramBuilder(region, heads, trimmed, b.rank, b.ranks, b.group)
     graph = program.build(causal)
-    values, held = [], np.concatenate([np.arange(a, z) for a, z in rows] or [np.arange(0)])
+    values = []
     for what, axes in program.leaves:
         if isinstance(what, tuple):
             values.append(leaves[what])
@@ -205,7 +212,7 @@ def _computed(
         else:
             positions = rows if axes.row is not None else ((0, region.columns),)
             values.append(b.call(random.positions, positions, region.closing.meta["val"].device))
-    blocks = _blocks(region, ctx, held, causal, _batch(region) * (1 if trimmed else max(1, heads.count)))
+    blocks = _blocks(region, ctx, rows, batch(region) * (1 if trimmed else max(1, heads.count)))
     run = fx.GraphModule(torch.nn.Module(), graph)
     name = attend.register(
         attend.RowProgram(
@@ -213,31 +220,33 @@ def _computed(
             str(run.code),
             tuple(axes.row for _, axes in program.leaves),
             tuple(axes.col if trimmed else None for _, axes in program.leaves),
-            _row(region),
+            row_of(region),
             tuple(blocks),
             tuple(
                 i for i, (what, _) in enumerate(program.leaves) if isinstance(what, tuple) and what[0] in ctx.facts.differentiable
             ),
-            _autocast(region.closing.meta["val"].device.type),
+            autocast(region.closing.meta["val"].device.type),
         )
     )
     return b.call(torch.ops.asp.attend.default, values, name)
 
 
-COARSE_ROWS = 1024  # rows that share one look at which columns they see
-
-
-def _blocks(region: Region, ctx: SiteContext, held: np.ndarray, causal: bool, copies: int) -> list[attend.Block]:
+def _blocks(region: Region, ctx: SiteContext, rows: tuple[Interval, ...], copies: int) -> list[attend.Block]:
     """Blocks of the rows at hand, each with the columns it sees; `copies` values stand over each (row, column) pair.
 
-    Attention kernels hold no scores, only the mask, which heads share; other regions hold every head's.
+    Attention kernels hold no scores, only the mask, which heads share; other regions hold every head's, and a softmax
+    of no columns has no general answer, so they see every column.
     """
-    coarse = [(a, min(len(held), a + COARSE_ROWS)) for a in range(0, max(1, len(held)), COARSE_ROWS)]
+    sight = ctx.sight(region) if region.closing.target is SDPA else Everything()
+    sight = sight.atmost if isinstance(sight, BatchSight) else sight
     blocks = []
-    for (a, z), (first, last) in zip(coarse, visible(region, ctx.constants, coarse, held, causal), strict=True):
-        for start, stop in attend.row_blocks(z - a, (last - first) * copies):
-            blocks.append(attend.Block(a + start, a + stop, first, last))
-    return blocks
+    for r in placed(rows):
+        for a in range(*r.interval, STRIP_ROWS):
+            z = min(r.interval[1], a + STRIP_ROWS)
+            first, last = sight.seen((a, z), (0, region.columns))
+            for start, stop in attend.row_blocks(z - a, (last - first) * copies):
+                blocks.append(attend.Block(*r.local((a + start, a + stop)), first, last))
+    return blocks or [attend.Block(0, 0, 0, region.columns)]
 
 
 def _direct(
@@ -249,9 +258,9 @@ def _direct(
         return None
     if heads.count == 0:
         return None  # torch's gradient of an empty attention does not depend on the cotangent: its collectives would move
-    masked = 3 in [i for (use, i) in region.reads if use == (node, region.axes)]
-    causal = (ctx.causal(region) and not masked) or (masked and not ctx.causal(region) and is_causal(region, ctx.constants))
-    if (masked or ctx.causal(region)) and not (causal and whole and region.row.length == region.columns):
+    sight = ctx.sight(region)
+    causal = isinstance(sight, Causal)
+    if not isinstance(sight, Everything) and not (causal and whole and region.row.length == region.columns):
         return None
     me = (node, region.axes)
     q, k, v = (region.reads[(me, i)] for i in range(3))
@@ -273,7 +282,7 @@ def _expanded(b: Builder, region: Region, use: Use, x: fx.Node, heads: Heads) ->
     return b.call(attend.expand_heads, x, use[1].head, heads.first, heads.count, heads.first // groups, groups)
 
 
-def _batch(region: Region) -> int:
+def batch(region: Region) -> int:
     """Values of the result that are neither rows, heads nor the last dimension."""
     count = 1
     for d, size in enumerate(shape(region.closing)[:-1]):
@@ -281,8 +290,8 @@ def _batch(region: Region) -> int:
     return count
 
 
-def _autocast(device: str) -> tuple[str, torch.dtype] | None:
+def autocast(device: str) -> tuple[str, torch.dtype] | None:
     return (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
 
 
-__all__ = ["LOWERINGS", "Leaf", "SiteContext", "inapplicable"]
+__all__ = ["Leaf", "SiteContext", "all_to_all", "gather_kv", "no_heads"]

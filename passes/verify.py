@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from ..kernels.errors import AutospError
 from .capture import Captured, source_line
 from .lower import Lowering
+from .mask import BatchSight
 from .placement import Placement, Shard
 from .relation import shape
 
@@ -33,9 +34,14 @@ def verify(module: fx.GraphModule, captured: Captured, low: Lowering, fake_mode:
     """Raise VerificationError unless every emitted version has the local shape of its placement."""
     module.graph.lint()
     fakes = [n.meta["val"] for n in captured.module.graph.nodes if n.op == "placeholder"]
-    if low.seed_node is not None:
-        with fake_mode:
-            fakes.append(torch.empty((), dtype=torch.int64, device=fakes[0].device))
+    with fake_mode:
+        for what in low.extras:
+            cells = what.atmost.cells if isinstance(what, BatchSight) else None
+            fakes.append(
+                torch.empty((), dtype=torch.int64, device=fakes[0].device)
+                if cells is None
+                else torch.empty(cells.shape, dtype=torch.int8)
+            )
     with fake_mode, torch.no_grad():
         _Shapes(module).run(*fakes)
     for (node, placement), emitted in low.env.items():

@@ -50,6 +50,10 @@ class Builder(Protocol):
         """The step's random seed, an int64 scalar equal on all ranks."""
         ...
 
+    def cells(self, sight: Any) -> fx.Node:
+        """What the rows of the step's batch see (`mask.BatchSight`)."""
+        ...
+
 
 Emit = Callable[[Builder, Sequence[fx.Node]], fx.Node]
 

@@ -1,0 +1,545 @@
+"""Attention whose blocks travel: `asp::block_attention` runs a `Schedule` over the ranks of a group.
+
+A `BlockProgram` says what a block is: the model's own operators from what queries, keys and values carry to the scores.
+Each step posts the exchange for the next one before it computes, so one block is in flight while one is computed,
+and two are held at most. What was computed for rows or columns that travelled here goes back to their owner.
+
+The backward pass runs the same schedule. It communicates what it needs and nothing of the forward pass again: with the saved
+output and log-sum-exp each block's gradient follows from its scores alone (FlashAttention-2, arXiv 2307.08691, §3.1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import flash, random
+from .layout import Intervals, Layout, size
+from .schedule import Grid, Job, Schedule, Sight, Tile, Tiling
+
+Carrier = Literal["row", "col", "whole"]  # travels with queries, travels with keys, lies whole on every rank
+
+
+@dataclass(frozen=True)
+class Flash:
+    """scaled_dot_product_attention of three leaves: scores need not be written out. `mask(rows, columns, *leaves)` is that of a
+    tile which is visible in part."""
+
+    q: int
+    k: int
+    v: int
+    scale: float | None
+    mask: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Who computes what, built from a sight: `ring[i]` is the rank in `group` at place i of the schedule, `place` this rank's."""
+
+    make: Callable[[Sight, Layout, Layout, Tiling], Schedule]
+    rows: Layout
+    cols: Layout
+    tiling: Tiling
+    place: int
+    ring: tuple[int, ...]
+    group: str
+
+    def schedule(self, sight: Sight) -> Schedule:
+        return self.make(sight, self.rows, self.cols, self.tiling)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.make.__name__, self.rows, self.cols, self.tiling, self.place, self.ring, self.group
+
+
+@dataclass(frozen=True, eq=False)
+class BlockProgram:
+    """`run(rows, columns, *leaves)` gives ((scores, values), keep) of a tile.
+
+    scores: [.., rows, columns], values: [.., columns, D_v], keep: what dropout multiplies weights with, or None.
+    `row_dims[i]` and `col_dims[i]` are where leaf i carries rows and columns, `out_shape` [.., my rows, D_v] and `lse_shape`
+    [.., my rows] the results. sight: what rows see. With `per_batch` it is a Grid of what they see at most, and the cells
+    of each batch come with it.
+    """
+
+    run: Callable[..., Any]
+    key: str
+    carriers: tuple[Carrier, ...]
+    row_dims: tuple[int | None, ...]
+    col_dims: tuple[int | None, ...]
+    differentiable: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    dtype: torch.dtype
+    route: Route
+    sight: Sight
+    per_batch: bool = False
+    flash: Flash | None = None
+    autocast: tuple[str, torch.dtype] | None = None
+
+    @functools.cached_property
+    def fixed(self) -> Schedule:
+        """The schedule of `sight`."""
+        return self.route.schedule(self.sight)
+
+    def schedule(self, cells: Tensor | None) -> Schedule:
+        return self.fixed if cells is None else _of_batch(self, cells.numpy().tobytes())
+
+    def mode(self) -> contextlib.AbstractContextManager[object]:
+        """The autocast state under which the model was compiled; a compiled graph runs outside it."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.autocast[0], dtype=self.autocast[1])
+
+    def of(self, carrier: Carrier) -> list[int]:
+        return [i for i, c in enumerate(self.carriers) if c == carrier]
+
+    def cut(self, tile: Tile, leaves: Sequence[Tensor], rows: Piece, cols: Piece) -> list[Tensor]:
+        """All leaves for one tile."""
+        high, wide = _span(tile)
+        travelling = {i: rows.cut(n, *tile.rows) for n, i in enumerate(self.of("row"))}
+        travelling |= {i: cols.cut(n, *tile.cols) for n, i in enumerate(self.of("col"))}
+        out = []
+        for i, (carrier, row, col) in enumerate(zip(self.carriers, self.row_dims, self.col_dims, strict=True)):
+            x = travelling.get(i, leaves[i])
+            if row is not None and carrier != "row":
+                x = x.narrow(row, tile.at[0], high)
+            if col is not None and carrier != "col":
+                x = x.narrow(col, tile.at[1], wide)
+            out.append(x)
+        return out
+
+
+def _span(tile: Tile) -> tuple[int, int]:
+    return tile.rows[1] - tile.rows[0], tile.cols[1] - tile.cols[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _of_batch(program: BlockProgram, cells: bytes) -> Schedule:
+    grid = program.sight
+    assert isinstance(grid, Grid)
+    return program.route.schedule(grid.of(np.frombuffer(cells, np.int8)))
+
+
+_PROGRAMS: dict[str, BlockProgram] = {}  # a custom op takes strings, not callables: programs by the hash of their text
+
+
+def register(program: BlockProgram) -> str:
+    """The name under which `asp::block_attention` finds `program`; equal programs share one."""
+    p = program
+    text = (p.key, p.carriers, p.row_dims, p.col_dims, p.out_shape, p.dtype, p.route.key, p.sight.key, p.per_batch, p.autocast)
+    name = hashlib.sha256(repr(text).encode()).hexdigest()[:24]
+    _PROGRAMS.setdefault(name, program)
+    return name
+
+
+def registered(name: str) -> BlockProgram:
+    return _PROGRAMS[name]
+
+
+# What travels -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Piece:
+    """Some of an owner's rows or columns of several tensors: local positions `runs`, one after another along `dims[i]`."""
+
+    tensors: list[Tensor]
+    dims: tuple[int, ...]
+    runs: Intervals
+
+    def cut(self, i: int, start: int, stop: int) -> Tensor:
+        """The owner's local positions [start, stop) of tensor i; they lie within one run."""
+        at = 0
+        for a, b in self.runs:
+            if a <= start and stop <= b:
+                return self.tensors[i].narrow(self.dims[i], at + start - a, stop - start)
+            at += b - a
+        raise AssertionError(f"[{start}, {stop}) is not in {self.runs}")
+
+    def part(self, runs: Intervals) -> list[Tensor]:
+        """Contiguous tensors of just these positions, to be sent."""
+        out = []
+        for i, dim in enumerate(self.dims):
+            cuts = [self.cut(i, a, b) for a, b in runs]
+            out.append((torch.cat(cuts, dim) if len(cuts) > 1 else cuts[0]).contiguous())
+        return out
+
+    def like(self, runs: Intervals) -> Piece:
+        """Room for other positions of the same tensors."""
+        return Piece([receive_buffer(x, dim, size(runs)) for x, dim in zip(self.tensors, self.dims, strict=True)], self.dims, runs)
+
+
+def receive_buffer(x: Tensor, dim: int, positions: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = positions
+    return x.new_empty(shape)
+
+
+class Work:
+    """What a schedule does with blocks: the forward or the backward pass. Row tensors and column tensors may travel; `row_out`
+    and `col_out` are this rank's own results, and `fresh` makes those for another's."""
+
+    rows: Piece
+    cols: Piece
+    row_out: Piece
+    col_out: Piece
+
+    def compute(self, tile: Tile, rows: Piece, cols: Piece, row_out: Piece, col_out: Piece) -> None:
+        raise NotImplementedError
+
+    def fresh(self, of: Piece, runs: Intervals) -> Piece:
+        raise NotImplementedError
+
+    def merge(self, mine: Piece, back: Piece) -> None:
+        raise NotImplementedError
+
+
+@dataclass
+class _Exchange:
+    """The messages of one step, in flight."""
+
+    requests: list[dist.Work] = field(default_factory=list)
+    sending: list[Tensor] = field(default_factory=list)
+    data: dict[Job, Piece] = field(default_factory=dict)
+    results: list[tuple[Piece, Piece]] = field(default_factory=list)
+
+    def wait(self) -> None:
+        for request in self.requests:
+            request.wait()
+        self.sending.clear()
+
+
+def run(schedule: Schedule, route: Route, work: Work) -> None:
+    """This rank's part of a schedule. Every rank of `route.ring` runs it at the same point of the program."""
+    me, ranks = route.place, schedule.ranks
+    steps = schedule.steps
+    flight, done = _Exchange(), list[tuple[Job, Piece]]()
+    for n in range(len(steps) + 1):
+        flight.wait()
+        arrived = flight.data
+        for mine, back in flight.results:
+            work.merge(mine, back)
+        flight = _post(
+            schedule, route, work, steps[n + 1] if n + 1 < len(steps) else None, steps[n - 1] if n else None, done
+        )
+        done = []
+        for job in schedule.jobs(steps[n], me) if n < len(steps) else ():
+            own_rows, own_cols = job.row_owner == me, job.col_owner == me
+            rows, cols = (work.rows if own_rows else arrived[job]), (work.cols if own_cols else arrived[job])
+            row_out = work.row_out if own_rows else work.fresh(work.row_out, job.rows)
+            col_out = work.col_out if own_cols else work.fresh(work.col_out, job.cols)
+            for tile in job.tiles:
+                work.compute(tile, rows, cols, row_out, col_out)
+            if not (own_rows and own_cols):
+                done.append((job, col_out if own_rows else row_out))
+    flight.wait()
+    for mine, back in flight.results:
+        work.merge(mine, back)
+    assert ranks == len(route.ring)
+
+
+def _post(
+    schedule: Schedule, route: Route, work: Work, coming: int | None, gone: int | None, done: Sequence[tuple[Job, Piece]]
+) -> _Exchange:
+    """Post what step `coming` needs, and the results of step `gone` on their way back.
+
+    Both ends list a pair's messages in one order, so they need no tags.
+    """
+    me, flight, sends, receives = route.place, _Exchange(), list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
+    if coming is not None:
+        customer, source = (me + coming) % schedule.ranks, (me - coming) % schedule.ranks
+        for job in schedule.jobs(coming, customer):
+            mine, runs = (work.cols, job.cols) if job.col_owner == me else (work.rows, job.rows)
+            sends += [(x, customer) for x in mine.part(runs)]
+        for job in schedule.jobs(coming, me):
+            mine, runs = (work.cols, job.cols) if job.row_owner == me else (work.rows, job.rows)
+            flight.data[job] = mine.like(runs)
+            receives += [(x, source) for x in flight.data[job].tensors]
+    if gone:
+        helper, served = (me + gone) % schedule.ranks, (me - gone) % schedule.ranks
+        for _, piece in done:
+            sends += [(x, served) for x in piece.tensors]
+        for job in schedule.jobs(gone, helper):
+            mine, runs = (work.col_out, job.cols) if job.col_owner == me else (work.row_out, job.rows)
+            if not mine.tensors:  # the forward pass gives nothing for columns
+                continue
+            flight.results.append((mine, mine.like(runs)))
+            receives += [(x, helper) for x in flight.results[-1][1].tensors]
+    if sends or receives:
+        group = _group(route.group)
+        ops = [dist.P2POp(dist.isend, x, group=group, group_peer=route.ring[to]) for x, to in sends]
+        ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=route.ring[of]) for x, of in receives]
+        flight.requests = dist.batch_isend_irecv(ops)
+        flight.sending = [x for x, _ in sends]
+    return flight
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    # Graphs carry groups by name, as torch's own functional collectives do; this is how those find them.
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+# Forward ------------------------------------------------------------------------------------------
+
+
+class _Forward(Work):
+    def __init__(self, program: BlockProgram, leaves: Sequence[Tensor]) -> None:
+        self.program, self.leaves = program, leaves
+        self.rows, self.cols = _held(program, leaves, "row"), _held(program, leaves, "col")
+        kind, device = flash.accumulator(program.dtype), leaves[0].device
+        out = torch.zeros(program.out_shape, dtype=kind, device=device)
+        lse = torch.full(program.lse_shape, -torch.inf, dtype=kind, device=device)
+        self.row_out = Piece([out, lse], (out.dim() - 2, lse.dim() - 1), ((0, program.out_shape[-2]),))
+        self.col_out = Piece([], (), ())
+
+    def compute(self, tile: Tile, rows: Piece, cols: Piece, row_out: Piece, col_out: Piece) -> None:
+        cut = self.program.cut(tile, self.leaves, rows, cols)
+        out, lse = row_out.cut(0, *tile.rows), row_out.cut(1, *tile.rows)
+        with self.program.mode():
+            flash.merge_(out, lse, *_attend(self.program, tile, cut))
+
+    def fresh(self, of: Piece, runs: Intervals) -> Piece:
+        piece = of.like(runs)
+        for x, start in zip(piece.tensors, (0.0, -torch.inf), strict=False):
+            x.fill_(start)
+        return piece
+
+    def merge(self, mine: Piece, back: Piece) -> None:
+        for run in back.runs:
+            flash.merge_(*(p.cut(i, *run) for p in (mine, back) for i in (0, 1)))
+
+
+def _attend(program: BlockProgram, tile: Tile, cut: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    kernel, (high, wide) = program.flash, _span(tile)
+    if kernel is not None:
+        mask = kernel.mask(high, wide, *cut) if tile.kind == "mask" else None
+        return flash.forward(cut[kernel.q], cut[kernel.k], cut[kernel.v], tile.kind == "causal", mask, kernel.scale)
+    (scores, values), keep = program.run(high, wide, *cut)
+    scores = scores.to(flash.accumulator(scores.dtype))
+    lse = torch.logsumexp(scores, -1)
+    weights = _weights(scores, lse)
+    return (weights if keep is None else weights * keep) @ values.to(weights.dtype), lse
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
+
+
+def _held(program: BlockProgram, leaves: Sequence[Tensor], carrier: Literal["row", "col"]) -> Piece:
+    """This rank's own leaves of a kind; contiguous, so that whole shards are sent without a copy."""
+    dims = program.row_dims if carrier == "row" else program.col_dims
+    which = program.of(carrier)
+    layout = program.route.rows if carrier == "row" else program.route.cols
+    held = [leaves[i].contiguous() if len(program.route.ring) > 1 else leaves[i] for i in which]
+    return Piece(held, tuple(dims[i] for i in which if dims[i] is not None), ((0, layout.size(program.route.place)),))  # type: ignore[misc]
+
+
+@torch.library.custom_op("asp::block_attention", mutates_args=())
+def block_attention(leaves: list[Tensor], cells: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+    """(out, lse) of my rows. cells: what each batch's rows see (int8, on the host), where the program does not know it."""
+    program = _PROGRAMS[name]
+    work = _Forward(program, leaves)
+    run(program.schedule(cells), program.route, work)
+    out, lse = work.row_out.tensors
+    return out.to(program.dtype), lse
+
+
+@block_attention.register_fake
+def _(leaves: list[Tensor], cells: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+    program = _PROGRAMS[name]
+    lse = leaves[0].new_empty(program.lse_shape, dtype=flash.accumulator(program.dtype))
+    return leaves[0].new_empty(program.out_shape, dtype=program.dtype), lse
+
+
+# Backward -----------------------------------------------------------------------------------------
+
+
+class _Backward(Work):
+    """Row tensors are those of the forward pass, then the cotangent, the log-sum-exp and delta."""
+
+    def __init__(self, program: BlockProgram, leaves: Sequence[Tensor], grad: Tensor, lse: Tensor, delta: Tensor) -> None:
+        self.program, self.leaves = program, leaves
+        held = _held(program, leaves, "row")
+        extra = (grad, lse, delta)
+        self.rows = Piece([*held.tensors, *extra], (*held.dims, grad.dim() - 2, lse.dim() - 1, lse.dim() - 1), held.runs)
+        self.cols = _held(program, leaves, "col")
+        self.wanted = {c: [i for i in program.of(c) if i in program.differentiable] for c in ("row", "col", "whole")}
+        self.row_out, self.col_out = self._grads("row", program.row_dims, held.runs), self._grads(
+            "col", program.col_dims, self.cols.runs
+        )
+        self.whole = {i: self._zeros(i) for i in self.wanted["whole"]}
+
+    def _zeros(self, i: int) -> Tensor:
+        x = self.leaves[i]
+        return torch.zeros(x.shape, dtype=flash.accumulator(x.dtype), device=x.device)
+
+    def _grads(self, carrier: str, dims: Sequence[int | None], runs: Intervals) -> Piece:
+        wanted = self.wanted[carrier]
+        return Piece([self._zeros(i) for i in wanted], tuple(d for i in wanted if (d := dims[i]) is not None), runs)
+
+    def compute(self, tile: Tile, rows: Piece, cols: Piece, row_out: Piece, col_out: Piece) -> None:
+        program = self.program
+        n = len(rows.tensors)
+        grad, lse, delta = (rows.cut(i, *tile.rows) for i in (n - 3, n - 2, n - 1))
+        cut = program.cut(tile, self.leaves, rows, cols)
+        with program.mode():
+            grads = _pulled(program, tile, cut, grad, lse, delta)
+        for i, g in grads.items():
+            self._part(i, tile, row_out, col_out).add_(g)
+
+    def _part(self, i: int, tile: Tile, row_out: Piece, col_out: Piece) -> Tensor:
+        """Where the gradient of leaf i's piece of a tile is summed."""
+        program, (high, wide) = self.program, _span(tile)
+        carrier, row, col = program.carriers[i], program.row_dims[i], program.col_dims[i]
+        if carrier == "col":
+            return col_out.cut(self.wanted["col"].index(i), *tile.cols)
+        part = row_out.cut(self.wanted["row"].index(i), *tile.rows) if carrier == "row" else self.whole[i]
+        if carrier == "whole" and row is not None:
+            part = part.narrow(row, tile.at[0], high)
+        return part if col is None else part.narrow(col, tile.at[1], wide)
+
+    def fresh(self, of: Piece, runs: Intervals) -> Piece:
+        piece = of.like(runs)
+        for x in piece.tensors:
+            x.zero_()
+        return piece
+
+    def merge(self, mine: Piece, back: Piece) -> None:
+        for run in back.runs:
+            for i in range(len(mine.tensors)):
+                mine.cut(i, *run).add_(back.cut(i, *run))
+
+    def gradients(self) -> list[Tensor]:
+        found = dict(zip(self.wanted["row"], self.row_out.tensors, strict=True))
+        found |= dict(zip(self.wanted["col"], self.col_out.tensors, strict=True)) | self.whole
+        return [found[i].to(self.leaves[i].dtype) for i in self.program.differentiable]
+
+
+def _pulled(
+    program: BlockProgram, tile: Tile, cut: Sequence[Tensor], grad: Tensor, lse: Tensor, delta: Tensor
+) -> dict[int, Tensor]:
+    """The gradient of a tile by leaf."""
+    kernel, (high, wide) = program.flash, _span(tile)
+    if kernel is not None:
+        mask = kernel.mask(high, wide, *cut) if tile.kind == "mask" else None
+        qkv = (kernel.q, kernel.k, kernel.v)
+        grads = flash.backward(grad, *(cut[i] for i in qkv), lse, delta, tile.kind == "causal", mask, kernel.scale)
+        return {i: g for i, g in zip(qkv, grads, strict=True) if i in program.differentiable}
+
+    def of(*wanted: Tensor) -> Any:
+        leaves = list(cut)
+        for i, leaf in zip(program.differentiable, wanted, strict=True):
+            leaves[i] = leaf
+        return program.run(high, wide, *leaves)
+
+    # A custom op runs below autograd; `torch.func.vjp` brings its own.
+    (scores, values), pull, keep = torch.func.vjp(of, *(cut[i] for i in program.differentiable), has_aux=True)
+    weights = _weights(scores.to(lse.dtype), lse)
+    kept = weights if keep is None else weights * keep
+    grad = grad.to(weights.dtype)
+    d_values = (kept.mT @ grad).sum_to_size(values.shape).to(values.dtype)
+    d_weights = grad @ values.to(grad.dtype).mT
+    d_scores = weights * ((d_weights if keep is None else d_weights * keep) - delta.unsqueeze(-1))
+    grads = pull((d_scores.sum_to_size(scores.shape).to(scores.dtype), d_values))
+    return dict(zip(program.differentiable, grads, strict=True))
+
+
+@torch.library.custom_op("asp::block_attention_backward", mutates_args=())
+def block_attention_backward(
+    grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, leaves: list[Tensor], cells: Tensor | None, name: str
+) -> list[Tensor]:
+    program = _PROGRAMS[name]
+    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    work = _Backward(program, leaves, grad.contiguous(), lse.contiguous(), delta)
+    run(program.schedule(cells), program.route, work)
+    return work.gradients()
+
+
+@block_attention_backward.register_fake
+def _(
+    grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, leaves: list[Tensor], cells: Tensor | None, name: str
+) -> list[Tensor]:
+    return [torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device=leaves[i].device) for i in _PROGRAMS[name].differentiable]
+
+
+def _setup(ctx: Any, inputs: tuple[list[Tensor], Tensor | None, str], output: tuple[Tensor, Tensor]) -> None:
+    leaves, cells, ctx.name = inputs
+    ctx.has_cells = cells is not None
+    ctx.save_for_backward(*leaves, *output, *([cells] if cells is not None else []))
+
+
+def _backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[list[Tensor | None], None, None]:
+    saved = list(ctx.saved_tensors)
+    cells = saved.pop() if ctx.has_cells else None
+    *leaves, out, lse = saved
+    grads: list[Tensor | None] = [None] * len(leaves)
+    found = block_attention_backward(grad, grad_lse, out, lse, leaves, cells, ctx.name)
+    for i, g in zip(_PROGRAMS[ctx.name].differentiable, found, strict=True):
+        grads[i] = g
+    return grads, None, None
+
+
+block_attention.register_autograd(_backward, setup_context=_setup)
+
+
+# Bytes --------------------------------------------------------------------------------------------
+
+
+def traffic(name: str, leaves: Sequence[Tensor]) -> tuple[int, int]:
+    """Bytes a rank sends in the forward and in the backward pass, as the mean over ranks (at most, where batches decide).
+
+    leaves: local values, or anything with their shapes and types.
+    """
+    program = _PROGRAMS[name]
+    schedule, kind = program.fixed, flash.accumulator(program.dtype).itemsize
+
+    def per_position(carrier: Carrier, dims: Sequence[int | None], wanted: Sequence[int], itemsize: int = 0) -> int:
+        each = [(leaves[i], dims[i]) for i in wanted if program.carriers[i] == carrier]
+        return sum(x.numel() // max(1, x.shape[d]) * (itemsize or x.element_size()) for x, d in each if d is not None)
+
+    every, some = range(len(leaves)), program.differentiable
+    row, col = per_position("row", program.row_dims, every), per_position("col", program.col_dims, every)
+    d_row = per_position("row", program.row_dims, some, kind)
+    d_col = per_position("col", program.col_dims, some, kind)
+    per_row = max(1, program.out_shape[-2])
+    out, lse = torch.Size(program.out_shape).numel() // per_row, torch.Size(program.lse_shape).numel() // per_row * kind
+    rows, cols = schedule.travelling
+    forward = rows * (row + out * kind + lse) + cols * col
+    backward = rows * (row + out * program.dtype.itemsize + 2 * lse + d_row) + cols * (col + d_col)
+    return forward // schedule.ranks, backward // schedule.ranks
+
+
+# Pieces that programs call ------------------------------------------------------------------------
+
+
+def scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """scale · q kᵀ under a mask, boolean (True is visible) or additive."""
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is None:
+        return s
+    return s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
+
+
+def kept(like: Tensor, p: float, seed: Tensor, salt: int, shape: tuple[int, ...], where: list[Tensor | int]) -> Tensor:
+    """What dropout multiplies weights with, 0 or 1 / (1 − p), by their global index in `shape`."""
+    return random.dropout(torch.ones_like(like), p, seed, salt, shape, where)
+
+
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor, dtype: torch.dtype) -> Tensor:
+    """The attention with one more logit for each row, whose value is 0: its weights shrink by Σeˢ / (Σeˢ + e^sink).
+
+    out: [.., rows, D_v], lse: [.., rows], sink: broadcastable to [.., rows, 1].
+    """
+    return (out * torch.sigmoid(lse.unsqueeze(-1) - sink.to(lse.dtype))).to(dtype)

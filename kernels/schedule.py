@@ -1,0 +1,407 @@
+"""Who computes which block of attention, and in which step: a schedule as data, for every strategy in which blocks travel.
+
+Rows (queries) and columns (keys, values) are held by ranks as two `Layout`s. The block of rank i's rows and rank j's columns is
+computed by i, to which j sends its columns, or by j, to which i sends its rows; what was computed for what travelled goes
+back. In step t rank r hears from rank r − t only, so a step is one exchange between pairs. Only what a mask lets some
+row see travels or is computed.
+
+    ring            head-tail layout, every rank computes for its own rows
+    balanced ring   contiguous layout, idle ranks compute for busy ones (DistFlashAttn, arXiv 2310.03294, algorithm 2)
+    halo            a window's blocks on the contiguous layout: most pairs of ranks have none
+
+Nothing here knows tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from .layout import Interval, Intervals, Layout, size
+
+BALANCED = 1.05  # the slowest rank's work over the mean, up to which a schedule counts as balanced
+LEAST_SHARE = 0.02  # of a block; less is not worth a message
+STRIP_ROWS = 1024  # rows of a partly visible block that share one look at which columns they see
+
+
+# What is visible ----------------------------------------------------------------------------------
+
+
+class Sight(Protocol):
+    """Which columns rows see; all intervals are of global positions."""
+
+    @property
+    def key(self) -> str:
+        """Equal for equal sights."""
+        ...
+
+    def seen(self, rows: Interval, cols: Interval) -> Interval:
+        """The part of `cols` outside which `rows` certainly see nothing; empty if they see nothing at all."""
+        ...
+
+    def every(self, rows: Interval, cols: Interval) -> bool:
+        """Certainly every pair is visible, and no mask changes its score."""
+        ...
+
+    def pairs(self, rows: Interval, cols: Interval) -> float:
+        """How many pairs are visible, as far as is known."""
+        ...
+
+
+@dataclass(frozen=True)
+class Everything:
+    """No mask."""
+
+    key = "everything"
+
+    def seen(self, rows: Interval, cols: Interval) -> Interval:
+        return cols
+
+    def every(self, rows: Interval, cols: Interval) -> bool:
+        return True
+
+    def pairs(self, rows: Interval, cols: Interval) -> float:
+        return float((rows[1] - rows[0]) * (cols[1] - cols[0]))
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Row i sees column j if j <= i, and nothing else masks it."""
+
+    key = "causal"
+
+    def seen(self, rows: Interval, cols: Interval) -> Interval:
+        return (cols[0], max(cols[0], min(cols[1], rows[1])))
+
+    def every(self, rows: Interval, cols: Interval) -> bool:
+        return cols[1] - 1 <= rows[0]
+
+    def pairs(self, rows: Interval, cols: Interval) -> float:
+        def below(row: int) -> int:  # pairs of rows [0, row) and columns of the interval
+            over = max(0, row - cols[0])
+            wide = cols[1] - cols[0]
+            return over * (over + 1) // 2 if over <= wide else wide * (wide + 1) // 2 + (over - wide) * wide
+
+        return float(below(rows[1]) - below(rows[0]))
+
+
+class Grid:
+    """Any mask, known on a grid of cells: 0 nothing of the cell is visible, 1 something may be, 2 everything is.
+
+    row_cuts: [m + 1] and col_cuts: [n + 1] positions, cells: int8 [m, n]. A cell that is known in part counts half its pairs.
+    """
+
+    def __init__(self, row_cuts: np.ndarray, col_cuts: np.ndarray, cells: np.ndarray) -> None:
+        self._rows, self._cols, self.cells = row_cuts, col_cuts, cells
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(b"".join(x.tobytes() for x in (self._rows, self._cols, self.cells))).hexdigest()
+
+    @property
+    def band(self) -> tuple[int, int]:
+        """How far before and after itself some row sees."""
+        i, j = np.nonzero(self.cells)
+        if not len(i):
+            return 0, 0
+        before, after = (self._rows[i + 1] - 1 - self._cols[j]).max(), (self._cols[j + 1] - 1 - self._rows[i]).max()
+        return max(0, int(before)), max(0, int(after))
+
+    def of(self, cells: np.ndarray) -> Grid:
+        """Other cells between the same cuts; int8, in any shape."""
+        return Grid(self._rows, self._cols, cells.reshape(self.cells.shape))
+
+    def _cells(self, rows: Interval, cols: Interval) -> tuple[np.ndarray, int, int]:
+        a, b = _around(self._rows, rows)
+        c, d = _around(self._cols, cols)
+        return self.cells[a:b, c:d], a, c
+
+    def seen(self, rows: Interval, cols: Interval) -> Interval:
+        cells, _, c = self._cells(rows, cols)
+        hit = np.flatnonzero((cells > 0).any(0))
+        if not len(hit):
+            return (cols[0], cols[0])
+        return max(cols[0], int(self._cols[c + hit[0]])), min(cols[1], int(self._cols[c + hit[-1] + 1]))
+
+    def every(self, rows: Interval, cols: Interval) -> bool:
+        return bool((self._cells(rows, cols)[0] == 2).all())
+
+    def pairs(self, rows: Interval, cols: Interval) -> float:
+        cells, a, c = self._cells(rows, cols)
+        high = np.diff(np.clip(self._rows[a : a + cells.shape[0] + 1], *rows))
+        wide = np.diff(np.clip(self._cols[c : c + cells.shape[1] + 1], *cols))
+        exact = (high[:, None] == 1) & (wide[None, :] == 1)  # a single pair is visible or not
+        return float((np.where(exact & (cells > 0), 2, cells) * 0.5 * high[:, None] * wide[None, :]).sum())
+
+
+def _around(cuts: np.ndarray, interval: Interval) -> tuple[int, int]:
+    """The cells that touch an interval."""
+    if interval[0] >= interval[1]:
+        return 0, 0
+    return int(np.searchsorted(cuts, interval[0], "right")) - 1, int(np.searchsorted(cuts, interval[1], "left"))
+
+
+# What is computed ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One call of a block kernel: rows and columns as local indices of their owners, and where the first of each stands.
+
+    kind: "full" (every pair is visible), "causal" (as "full", below the diagonal), "mask" (the mask must be looked at).
+    """
+
+    rows: Interval
+    cols: Interval
+    kind: str
+    at: tuple[int, int]
+
+    @property
+    def pairs(self) -> int:
+        """Multiply-adds per value of a head, as the kernels do them."""
+        high, wide = self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
+        return high * (high + 1) // 2 if self.kind == "causal" else high * wide
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank does in one step: `tiles` of `row_owner`'s rows and `col_owner`'s columns, one of which is itself."""
+
+    row_owner: int
+    col_owner: int
+    tiles: tuple[Tile, ...]
+
+    @functools.cached_property
+    def rows(self) -> Intervals:
+        """The owner's local rows that are touched, in order."""
+        return _union([t.rows for t in self.tiles])
+
+    @functools.cached_property
+    def cols(self) -> Intervals:
+        return _union([t.cols for t in self.tiles])
+
+
+def _union(intervals: Sequence[Interval]) -> Intervals:
+    out: list[Interval] = []
+    for a, b in sorted(intervals):
+        if out and a <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], b))
+        else:
+            out.append((a, b))
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How blocks are cut into tiles. `flash`: the kernel needs no scores in memory, so visible tiles may have any size and
+    need not know where they stand; otherwise, and under a mask, a tile has at most `largest` pairs."""
+
+    flash: bool
+    largest: int
+
+    def cut(self, sight: Sight, rows: Sequence[Placed], cols: Sequence[Placed]) -> tuple[Tile, ...]:
+        tiles = [tile for r in rows for c in cols for tile in self._block(sight, r, c)]
+        return tuple(_joined(tiles)) if self.flash else tuple(tiles)
+
+    def _block(self, sight: Sight, r: Placed, c: Placed) -> list[Tile]:
+        seen = sight.seen(r.interval, c.interval)
+        if seen[0] >= seen[1] or r.empty:
+            return []
+        if self.flash and sight.every(r.interval, seen):
+            return [_tile(r, r.interval, c, seen, "full")]
+        if self.flash and isinstance(sight, Causal) and r.interval == seen:
+            return [_tile(r, r.interval, c, seen, "causal")]
+        tiles = []
+        high = max(1, min(STRIP_ROWS, self.largest // (seen[1] - seen[0])))
+        for start in range(*r.interval, high):
+            strip = (start, min(start + high, r.interval[1]))
+            visible = sight.seen(strip, seen)
+            if visible[0] < visible[1]:
+                tiles.append(_tile(r, strip, c, visible, "full" if sight.every(strip, visible) else "mask"))
+        return tiles
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Positions [start, stop) of the sequence, which their owner holds from local index `at` on."""
+
+    interval: Interval
+    at: int
+
+    @property
+    def empty(self) -> bool:
+        return self.interval[0] >= self.interval[1]
+
+    def local(self, interval: Interval) -> Interval:
+        shift = self.at - self.interval[0]
+        return interval[0] + shift, interval[1] + shift
+
+
+def placed(intervals: Intervals) -> list[Placed]:
+    """A rank's intervals with where it holds them."""
+    out, at = [], 0
+    for a, b in intervals:
+        out.append(Placed((a, b), at))
+        at += b - a
+    return out
+
+
+def _tile(r: Placed, rows: Interval, c: Placed, cols: Interval, kind: str) -> Tile:
+    return Tile(r.local(rows), c.local(cols), kind, (rows[0], cols[0]))
+
+
+def _joined(tiles: Sequence[Tile]) -> list[Tile]:
+    """Neighbouring full tiles as one: fewer and larger kernels."""
+    full = [t for t in tiles if t.kind == "full"]
+    rest = [t for t in tiles if t.kind != "full"]
+    for along, across in (("cols", "rows"), ("rows", "cols")):
+        runs: list[Tile] = []
+        for t in sorted(full, key=lambda t: (getattr(t, across), getattr(t, along))):
+            last = runs[-1] if runs else None
+            if last and getattr(last, across) == getattr(t, across) and getattr(last, along)[1] == getattr(t, along)[0]:
+                span = (getattr(last, along)[0], getattr(t, along)[1])
+                sides = {along: span, across: getattr(t, across)}
+                runs[-1] = Tile(sides["rows"], sides["cols"], "full", last.at)
+            else:
+                runs.append(t)
+        full = runs
+    return full + rest
+
+
+# Schedules ----------------------------------------------------------------------------------------
+
+
+class Schedule:
+    """Every rank's jobs by step. `moved[i, j]` is the share of block (i, j)'s rows that j computes for i."""
+
+    def __init__(self, sight: Sight, rows: Layout, cols: Layout, tiling: Tiling, moved: np.ndarray) -> None:
+        self.ranks = rows.ranks
+        self._sight, self._rows, self._cols, self._tiling, self._moved = sight, rows, cols, tiling, moved
+        self._jobs: dict[tuple[int, int], tuple[Job, ...]] = {}
+
+    @functools.cached_property
+    def steps(self) -> tuple[int, ...]:
+        """The distances t at which some rank has something to compute, 0 first."""
+        work = [0]
+        for t in range(1, self.ranks):
+            if any(self.jobs(t, r) for r in range(self.ranks)):
+                work.append(t)
+        return tuple(work)
+
+    def jobs(self, t: int, rank: int) -> tuple[Job, ...]:
+        """What `rank` computes at distance t: for its own rows, and for the rows of rank − t."""
+        if (t, rank) not in self._jobs:
+            peer = (rank - t) % self.ranks
+            jobs = [self._job(rank, peer, own=True)] + ([self._job(peer, rank, own=False)] if t else [])
+            self._jobs[t, rank] = tuple(job for job in jobs if job.tiles)
+        return self._jobs[t, rank]
+
+    def _job(self, i: int, j: int, own: bool) -> Job:
+        rows, cols = placed(self._rows.shards[i]), self._cols.shards[j]
+        held = size(self._rows.shards[i])
+        kept = self._kept(rows, held, cols, 1 - float(self._moved[i, j]))
+        part = _clipped(rows, 0, kept) if own else _clipped(rows, kept, held)
+        return Job(i, j, self._tiling.cut(self._sight, part, placed(cols)) if part else ())
+
+    def _kept(self, rows: Sequence[Placed], held: int, cols: Intervals, share: float) -> int:
+        """How many of the rows, the first in local order, stay with their owner: those with `share` of the visible pairs."""
+        if share in (0.0, 1.0):
+            return round(share * held)
+
+        def visible(n: int) -> float:
+            return _pairs(self._sight, tuple(p.interval for p in _clipped(rows, 0, n)), cols)
+
+        low, high, wanted = 0, held, share * visible(held)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if visible(middle) < wanted else (low, middle)
+        return low
+
+    def work(self, rank: int) -> int:
+        """Pairs the kernels of a rank go through."""
+        return sum(tile.pairs for t in self.steps for job in self.jobs(t, rank) for tile in job.tiles)
+
+    @functools.cached_property
+    def travelling(self) -> tuple[int, int]:
+        """Positions of rows, and of columns, that are sent to another rank, over all ranks."""
+        away = [(job, r) for t in self.steps if t for r in range(self.ranks) for job in self.jobs(t, r)]
+        rows = sum(size(job.rows) for job, r in away if job.row_owner != r)
+        return rows, sum(size(job.cols) for job, r in away if job.col_owner != r)
+
+
+def _clipped(rows: Sequence[Placed], start: int, stop: int) -> list[Placed]:
+    """The rows with local index in [start, stop)."""
+    out = []
+    for p in rows:
+        n = p.interval[1] - p.interval[0]
+        a, b = max(start, p.at), min(stop, p.at + n)
+        if a < b:
+            out.append(Placed((p.interval[0] + a - p.at, p.interval[0] + b - p.at), a))
+    return out
+
+
+def owner_computes(sight: Sight, rows: Layout, cols: Layout, tiling: Tiling) -> Schedule:
+    """Every rank computes its own rows: columns travel, nothing else."""
+    return Schedule(sight, rows, cols, tiling, np.zeros((rows.ranks, rows.ranks)))
+
+
+def balanced(sight: Sight, rows: Layout, cols: Layout, tiling: Tiling) -> Schedule:
+    """Work levelled over the ranks on the mask at hand.
+
+    Tried in this order, until the slowest rank is within `BALANCED` of the mean: everyone computes its own rows; ranks compute
+    their own blocks up to half way around the ring and those of others beyond it, the block half way (of an even number
+    of ranks) being split, which is ⌊P/2⌋ + 1 steps for a causal mask; the best split of every block between its two ends.
+    """
+    ranks = rows.ranks
+    pairs = np.array([[_pairs(sight, rows.shards[i], cols.shards[j]) for j in range(ranks)] for i in range(ranks)])
+    distance = (np.arange(ranks)[:, None] - np.arange(ranks)[None, :]) % ranks
+    halfway = np.where(2 * distance > ranks, 1.0, np.where(2 * distance == ranks, 0.5, 0.0))
+    for moved in (np.zeros_like(pairs), halfway):
+        load = _load(pairs, moved)
+        if load.max() <= BALANCED * load.mean():
+            return Schedule(sight, rows, cols, tiling, moved)
+    return Schedule(sight, rows, cols, tiling, _levelled(pairs))
+
+
+def _pairs(sight: Sight, rows: Intervals, cols: Intervals) -> float:
+    return sum(sight.pairs(r, c) for r in rows for c in cols)
+
+
+def _load(pairs: np.ndarray, moved: np.ndarray) -> np.ndarray:
+    return (pairs * (1 - moved)).sum(1) + (pairs * moved).sum(0)
+
+
+def _levelled(pairs: np.ndarray) -> np.ndarray:
+    """The shares that make the most loaded rank's work least, then move least: a linear program with a share for each block."""
+    from scipy.optimize import linprog
+    from scipy.sparse import coo_array
+
+    ranks = len(pairs)
+    i, j = np.nonzero(pairs * (1 - np.eye(ranks)))
+    weight, own = pairs[i, j], pairs.sum(1)
+    scale = max(1.0, own.sum())
+    column = np.arange(len(i))
+    bound = coo_array(
+        (
+            np.concatenate([-weight, weight, np.full(ranks, -scale)]) / scale,
+            (np.concatenate([i, j, np.arange(ranks)]), np.concatenate([column, column, np.full(ranks, len(i))])),
+        ),
+        shape=(ranks, len(i) + 1),
+    )
+    cost = np.concatenate([1e-4 * weight / scale, [1.0]])
+    solved = linprog(cost, A_ub=bound.tocsr(), b_ub=-own / scale, bounds=[(0, 1)] * len(i) + [(0, None)], method="highs")
+    share = np.round(solved.x[:-1], 6)
+    moved = np.zeros_like(pairs)
+    moved[i, j] = np.where(share < LEAST_SHARE, 0, np.where(share > 1 - LEAST_SHARE, 1, share))
+    return moved
+
+
+def members(layout: Layout, inner: int) -> Layout:
+    """The layout of groups of `inner` neighbouring ranks, each holding what its ranks hold, in order of position."""
+    groups = [layout.shards[r : r + inner] for r in range(0, layout.ranks, inner)]
+    return Layout(layout.length, tuple(_union([i for shard in g for i in shard]) for g in groups))

@@ -1,0 +1,270 @@
+"""Strategies in which blocks travel: ring, balanced ring, ring × all-to-all and halo, one recipe with four settings.
+
+    ring            head-tail layout; keys and values go to whoever needs them
+    balanced-ring   contiguous layout; where the mask makes work uneven, queries go to idle ranks and results come back
+    ring-a2a        groups of neighbouring ranks exchange heads, equal places of the groups form rings
+    halo            contiguous layout under a window: only the neighbours that it reaches exchange anything
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ..kernels import attend, blocks, comm, flash, random
+from ..kernels.layout import Layout, contiguous, head_tail, kv_heads, split
+from ..kernels.schedule import Grid, Schedule, Tiling, balanced, members, owner_computes
+from .detect import Region, Use
+from .form import Form, NotASoftmax, form
+from .mask import BatchSight
+from .placement import Shard, V
+from .program import Heads, ProgramBuilder
+from .relation import operands, shape
+from .rules.base import Builder, Recipe, argument
+from .sites import Leaf, SiteContext, autocast, batch, demands, moved, row_of, stay
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """A strategy of this family. `inner` ranks exchange heads before the ring (None: as many as send least)."""
+
+    layout: Callable[[int, int], Layout]
+    make: Callable[..., Schedule]
+    grouped: bool = False
+
+    def inner(self, region: Region, ranks: int) -> int:
+        """The size of the groups that exchange heads: the largest divisor of the ranks that splits key/value heads evenly."""
+        if not self.grouped:
+            return 1
+        groups = max(region.groups.values(), default=1)
+        fitting = [u for u in range(2, ranks + 1) if ranks % u == 0 and u <= region.heads]
+        even = [u for u in fitting if (region.heads // groups) % u == 0]
+        proper = [u for u in even if u < ranks]
+        return max(proper or even or fitting[:1], default=1)
+
+    def lower(self, region: Region, ctx: SiteContext) -> Recipe:
+        return _Lowering(self, region, ctx, form(region)).recipe()
+
+    def inapplicable(self, region: Region, ctx: SiteContext) -> str | None:
+        """Why it cannot lower a region, or None."""
+        try:
+            found = form(region)
+        except NotASoftmax as e:
+            return str(e)
+        columns = [u for u in region.leaves if u[1].col is not None and u[1].row is None and ctx.travels(u)]
+        if not columns or any(ctx.facts.layout(shape(n)[a.col]) is None for n, a in columns if a.col is not None):
+            return "its keys are whole on every rank"
+        if region.row.length < ctx.ranks or any(ctx.travels(u) and u[1].row is not None and u[1].col is not None for u in region.leaves):
+            return "a value with rows and columns comes from outside it"
+        if self.grouped and (region.axes.head is None or self.inner(region, ctx.ranks) == 1 < ctx.ranks):
+            return "it has no head dimension to split" if region.axes.head is None else "it has too few heads"
+        if self is HALO and ctx.ranks > 1:
+            sight = ctx.sight(region, found.scores)
+            if not isinstance(sight, Grid):
+                return "its mask is no window known beforehand"
+        return None
+
+
+RING = Blockwise(head_tail, owner_computes)
+BALANCED_RING = Blockwise(contiguous, balanced)
+RING_A2A = Blockwise(head_tail, owner_computes, grouped=True)
+HALO = Blockwise(contiguous, owner_computes)
+BLOCKWISE = {"ring": RING, "balanced-ring": BALANCED_RING, "ring-a2a": RING_A2A, "halo": HALO}
+
+
+@dataclass
+class _Lowering:
+    strategy: Blockwise
+    region: Region
+    ctx: SiteContext
+    form: Form
+
+    def __post_init__(self) -> None:
+        region, ranks = self.region, self.ctx.ranks
+        self.inner = self.strategy.inner(region, ranks)
+        self.shares = split(region.heads, self.inner)
+        self.columns = self.ctx.facts.layout(region.columns) or contiguous(region.columns, ranks)
+        self.carriers: dict[Use, blocks.Carrier] = {}
+
+    def near(self, rank: int) -> tuple[int, ...]:
+        """The ranks with which `rank` exchanges heads."""
+        first = rank - rank % self.inner
+        return tuple(range(first, first + self.inner))
+
+    def heads(self, rank: int) -> Heads:
+        return Heads(*self.shares[rank % self.inner], self.region.heads)
+
+    def recipe(self) -> Recipe:
+        region = self.region
+        leaves = {use: self._leaf(use) for use in region.leaves}
+        asked = demands(leaves)
+        if self.form.sink is not None:
+            asked += ((self.form.sink, V),)
+
+        def emit(b: Builder, values: Sequence[fx.Node]) -> fx.Node:
+            at_hand = moved(b, leaves, values[: len(leaves)])
+            return self._emit(b, at_hand, values[-1] if self.form.sink is not None else None)
+
+        return Recipe(Shard(row_of(region), region.row), asked, emit)
+
+    def _leaf(self, use: Use) -> Leaf:
+        """Activations with rows or columns travel; everything else is whole on every rank."""
+        node, axes = use
+        seq = axes.row if axes.row is not None else axes.col
+        if not self.ctx.travels(use) or seq is None or shape(node)[seq] != (
+            self.region.row.length if axes.row is not None else self.region.columns
+        ):
+            self.carriers[use] = "whole"
+            return Leaf(V, lambda b, x: self._my_heads(b, use, x))
+        self.carriers[use] = "row" if axes.row is not None else "col"
+        layout = self.region.row if axes.row is not None else self.columns
+        return Leaf(Shard(seq, layout), lambda b, x: self._exchanged(b, use, x, seq, layout))
+
+    def _my_heads(self, b: Builder, use: Use, x: fx.Node) -> fx.Node:
+        head = self._head(use)
+        if self.inner == 1 or head is None:
+            return x
+        a, z = kv_heads(self.shares[b.rank % self.inner], self.region.groups.get(use, 1))
+        return b.call(aten.narrow.default, x, head, a, z - a)
+
+    def _head(self, use: Use) -> int | None:
+        node, axes = use
+        stretched = axes.head is not None and shape(node)[axes.head] == 1 and self.region.heads > 1
+        return None if stretched and use not in self.region.groups else axes.head
+
+    def _exchanged(self, b: Builder, use: Use, x: fx.Node, seq: int, layout: Layout) -> fx.Node:
+        """All heads of my positions -> my heads of the positions of my group."""
+        if self.inner == 1 or b.ranks == 1:
+            return x
+        head = self._head(use)
+        if head is None:  # every rank of the group needs it: one head that all of them compute
+            x = b.call(aten.unsqueeze.default, x, 0)
+            wide = b.call(comm.to_heads, x, 0, seq + 1, [(0, 1)] * b.ranks, layout.shards, b.rank, b.group, self.near(b.rank))
+            return b.call(aten.squeeze.dim, wide, 0)
+        mine = [kv_heads(self.shares[r % self.inner], self.region.groups.get(use, 1)) for r in range(b.ranks)]
+        return b.call(comm.to_heads, x, head, seq, mine, layout.shards, b.rank, b.group, self.near(b.rank))
+
+    def _emit(self, b: Builder, leaves: dict[Use, fx.Node], sink: fx.Node | None) -> fx.Node:
+        region, heads = self.region, self.heads(b.rank)
+        causal = self.ctx.causal(region)
+        builder = ProgramBuilder(region, heads, True, b.rank, b.ranks, b.group)
+        graph, mask = builder.tile(self.form, causal)
+        sight = self.ctx.sight(region, self.form.scores)
+        grid = sight.atmost if isinstance(sight, BatchSight) else sight
+        values, carriers = [], list[blocks.Carrier]()
+        for what, axes in builder.leaves:
+            if isinstance(what, tuple):
+                values.append(leaves[what])
+                carriers.append(self.carriers[what])
+                continue
+            carriers.append("whole")
+            whole = ((0, region.row.length if axes.row is not None else region.columns),)
+            values.append(b.seed() if what == "seed" else b.call(random.positions, whole, region.closing.meta["val"].device))
+        kernel = self._flash(builder, leaves, mask, heads)
+        rows, columns = members(region.row, self.inner), members(self.columns, self.inner)
+        route = blocks.Route(
+            self.strategy.make,
+            rows,
+            columns,
+            Tiling(kernel is not None, attend.BLOCK_ELEMENTS // (batch(region) * (1 if kernel else max(1, heads.count)))),
+            b.rank // self.inner,
+            tuple(range(b.rank % self.inner, b.ranks, self.inner)),
+            b.group,
+        )
+        out_shape, lse_shape = self._shapes(heads, rows.size(route.place))
+        result = region.closing.meta["val"]
+        program = blocks.BlockProgram(
+            fx.GraphModule(torch.nn.Module(), graph),
+            str(graph.python_code("").src) + str(mask.python_code("").src),
+            tuple(carriers),
+            tuple(self._along(axes.row, what, carrier, "row") for (what, axes), carrier in zip(builder.leaves, carriers, strict=True)),
+            tuple(self._along(axes.col, what, carrier, "col") for (what, axes), carrier in zip(builder.leaves, carriers, strict=True)),
+            tuple(
+                i
+                for i, (what, _) in enumerate(builder.leaves)
+                if isinstance(what, tuple) and what[0] in self.ctx.facts.differentiable
+            ),
+            out_shape,
+            lse_shape,
+            flash.accumulator(result.dtype) if sink is not None else result.dtype,
+            route,
+            grid,
+            isinstance(sight, BatchSight),
+            kernel,
+            autocast(result.device.type),
+        )
+        cells = b.cells(sight) if isinstance(sight, BatchSight) else None
+        both = b.call(torch.ops.asp.block_attention.default, values, cells, blocks.register(program))
+        out = b.call(operator.getitem, both, 0)
+        if sink is not None:
+            sink = self._sink(b, sink, lse_shape, heads)
+            out = b.call(blocks.with_sink, out, b.call(operator.getitem, both, 1), sink, result.dtype)
+        if self.form.out_dims is not None:
+            out = b.call(aten.permute.default, out, list(self.form.out_dims))
+        if self.inner == 1 or b.ranks == 1:
+            return out
+        shares = [self.shares[r % self.inner] for r in range(b.ranks)]
+        return b.call(
+            comm.to_sequence, out, region.axes.head, row_of(region), shares, region.row.shards, b.rank, b.group, self.near(b.rank)
+        )
+
+    def _along(self, dim: int | None, what: object, carrier: blocks.Carrier, axis: str) -> int | None:
+        """The dimension of a leaf to be cut; a dimension of size 1 is stretched and stays."""
+        if dim is None or not isinstance(what, tuple) or carrier == axis:
+            return dim
+        return dim if shape(what[0])[dim] != 1 or (self.region.row.length if axis == "row" else self.region.columns) == 1 else None
+
+    def _flash(self, builder: ProgramBuilder, leaves: dict[Use, fx.Node], mask: fx.Graph, heads: Heads) -> blocks.Flash | None:
+        """Attention kernels apply to scaled_dot_product_attention of three leaves whose heads stand over whole groups."""
+        region, node = self.region, self.region.closing
+        if self.form.scores is not None or self.form.dropout is not None:
+            return None
+        uses = [region.reads[((node, region.axes), i)] for i in range(3)]
+        uses = [region.repeated.get(u, u) for u in uses]
+        order = [what for what, _ in builder.leaves]
+        groups = {region.groups.get(u, 1) for u in uses[1:]}
+        if any(u not in order for u in uses) or len(groups) != 1 or any(heads.first % g or heads.last % g for g in groups):
+            return None
+        if len(operands(node)) == 4 and operands(node)[3] in self.ctx.facts.differentiable:
+            return None  # kernels give no gradient of the mask
+        if not flash.applies(*(u[0].meta["val"] for u in uses)):
+            return None
+        q, k, v = (order.index(u) for u in uses)
+        return blocks.Flash(q, k, v, argument(node, "scale"), fx.GraphModule(torch.nn.Module(), mask))
+
+    def _shapes(self, heads: Heads, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the result and its log-sum-exp: [*batch, my rows, D_v] and [*batch, my rows]."""
+        region = self.region
+        size = list(shape(region.closing))
+        size[row_of(region)] = rows
+        if region.axes.head is not None:
+            size[region.axes.head] = heads.count
+        if self.form.out_dims is not None:
+            order = self.form.out_dims
+            size = [size[order.index(d)] for d in range(len(size))]
+        if self.form.scores is None:
+            return tuple(size), tuple(size[:-1])
+        node, axes = self.form.scores
+        scores = list(shape(node))
+        scores[-2] = rows
+        if axes.head is not None and scores[axes.head] == region.heads:
+            scores[axes.head] = heads.count
+        return tuple(size), tuple(scores[:-1])
+
+    def _sink(self, b: Builder, sink: fx.Node, lse: tuple[int, ...], heads: Heads) -> fx.Node:
+        """The sink [.., heads, 1, 1] of the heads at hand."""
+        assert self.form.sink is not None and self.form.scores is not None
+        size, axes = shape(self.form.sink), self.form.scores[1]
+        at = None if axes.head is None else axes.head - (len(lse) + 1 - len(size))
+        if self.inner == 1 or at is None or at < 0 or size[at] == 1:
+            return sink
+        return b.call(aten.narrow.default, sink, at, heads.first, heads.count)
+
+
+__all__ = ["BLOCKWISE", "Blockwise"]

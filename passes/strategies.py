@@ -1,0 +1,30 @@
+"""The strategies: one row each, to be read beside `cost_model.volumes.COSTS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..kernels.layout import Layout
+from .blockwise import BLOCKWISE
+from .detect import Region
+from .rules.base import Recipe
+from .sites import SiteContext, all_to_all, gather_kv, no_heads
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """layout: how the whole model's sequence must be held (None: in any way); lower: a region's recipe; inapplicable: why not, or None;
+    inner: how many ranks exchange heads."""
+
+    layout: Callable[[int, int], Layout] | None
+    lower: Callable[[Region, SiteContext], Recipe]
+    inapplicable: Callable[[Region, SiteContext], str | None]
+    inner: Callable[[Region, int], int] = lambda region, ranks: 1
+
+
+LOWERINGS: dict[str, Strategy] = {
+    "all-to-all": Strategy(None, all_to_all, no_heads),
+    "gather-kv": Strategy(None, gather_kv, lambda region, ctx: None),
+    **{name: Strategy(s.layout, s.lower, s.inapplicable, s.inner) for name, s in BLOCKWISE.items()},
+}

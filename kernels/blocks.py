@@ -176,7 +176,9 @@ class Piece:
 
     def like(self, runs: Intervals) -> Piece:
         """Room for other positions of the same tensors."""
-        return Piece([receive_buffer(x, dim, size(runs)) for x, dim in zip(self.tensors, self.dims, strict=True)], self.dims, runs)
+        return Piece(
+            [receive_buffer(x, dim, size(runs)) for x, dim in zip(self.tensors, self.dims, strict=True)], self.dims, runs
+        )
 
 
 def receive_buffer(x: Tensor, dim: int, positions: int) -> Tensor:
@@ -229,9 +231,7 @@ def run(schedule: Schedule, route: Route, work: Work) -> None:
         arrived = flight.data
         for mine, back in flight.results:
             work.merge(mine, back)
-        flight = _post(
-            schedule, route, work, steps[n + 1] if n + 1 < len(steps) else None, steps[n - 1] if n else None, done
-        )
+        flight = _post(schedule, route, work, steps[n + 1] if n + 1 < len(steps) else None, steps[n - 1] if n else None, done)
         done = []
         for job in schedule.jobs(steps[n], me) if n < len(steps) else ():
             own_rows, own_cols = job.row_owner == me, job.col_owner == me
@@ -374,8 +374,9 @@ class _Backward(Work):
         self.rows = Piece([*held.tensors, *extra], (*held.dims, grad.dim() - 2, lse.dim() - 1, lse.dim() - 1), held.runs)
         self.cols = _held(program, leaves, "col")
         self.wanted = {c: [i for i in program.of(c) if i in program.differentiable] for c in ("row", "col", "whole")}
-        self.row_out, self.col_out = self._grads("row", program.row_dims, held.runs), self._grads(
-            "col", program.col_dims, self.cols.runs
+        self.row_out, self.col_out = (
+            self._grads("row", program.row_dims, held.runs),
+            self._grads("col", program.col_dims, self.cols.runs),
         )
         self.whole = {i: self._zeros(i) for i in self.wanted["whole"]}
 
@@ -440,10 +441,12 @@ def _pulled(
         leaves = list(cut)
         for i, leaf in zip(program.differentiable, wanted, strict=True):
             leaves[i] = leaf
-        return program.run(high, wide, *leaves)
+        out, kept = program.run(high, wide, *leaves)
+        return out, () if kept is None else (kept,)
 
     # A custom op runs below autograd; `torch.func.vjp` brings its own.
-    (scores, values), pull, keep = torch.func.vjp(of, *(cut[i] for i in program.differentiable), has_aux=True)
+    (scores, values), pull, dropped = torch.func.vjp(of, *(cut[i] for i in program.differentiable), has_aux=True)
+    keep = dropped[0] if dropped else None
     weights = _weights(scores.to(lse.dtype), lse)
     kept = weights if keep is None else weights * keep
     grad = grad.to(weights.dtype)

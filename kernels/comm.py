@@ -224,7 +224,7 @@ def to_heads(
     x: [.., all heads, .., my positions, ..]. `heads[r]` are those that rank r computes; a head that several
     ranks need (fewer key/value heads than ranks) goes to each of them and to nobody else.
     """
-    heads, shards = [h or (0, 0) for h in _near(heads, near)], _near(shards, near)
+    heads, shards = [h or (0, 0) for h in _near(heads, near)], tuple(_near(shards, near))
     rows = x.movedim((head_dim, seq_dim), (0, 1))  # [heads, positions, *rest]
     rest = rows.shape[2:].numel()
     held, (first, last) = size(shards[rank]), heads[rank]
@@ -257,7 +257,7 @@ def to_sequence(
 
     x: [.., my heads, .., all positions, ..]; `heads` (of the ranks near me) must be a partition of all heads in rank order.
     """
-    heads, shards = [h or (0, 0) for h in _near(heads, near)], _near(shards, near)
+    heads, shards = [h or (0, 0) for h in _near(heads, near)], tuple(_near(shards, near))
     starts, at = dict[int, int](), 0  # where each interval begins among the positions at hand
     for a, b in sorted(i for s in shards for i in s):
         starts[a], at = at, at + b - a

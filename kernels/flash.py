@@ -11,6 +11,8 @@ head h // (heads / kv heads). lse: [batch, heads, rows], natural; −inf, with o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -80,7 +82,7 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, 
     return q.to(dtype), k.to(dtype), v.to(dtype), mask
 
 
-def _score(q: Tensor, causal: bool, scale: float | None) -> object:
+def _score(q: Tensor, causal: bool, scale: float | None) -> Any:
     from . import flash_triton
 
     return flash_triton.Score(q.shape[-1] ** -0.5 if scale is None else scale, causal=0 if causal else None)

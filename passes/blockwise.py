@@ -1,9 +1,9 @@
 """Strategies in which blocks travel: ring, balanced ring, ring × all-to-all and halo, one recipe with four settings.
 
-    ring            head-tail layout; keys and values go to whoever needs them
-    balanced-ring   contiguous layout; where the mask makes work uneven, queries go to idle ranks and results come back
-    ring-a2a        groups of neighbouring ranks exchange heads, equal places of the groups form rings
-    halo            contiguous layout under a window: only the neighbours that it reaches exchange anything
+ring            head-tail layout; keys and values go to whoever needs them
+balanced-ring   contiguous layout; where the mask makes work uneven, queries go to idle ranks and results come back
+ring-a2a        groups of neighbouring ranks exchange heads, equal places of the groups form rings
+halo            contiguous layout under a window: only the neighbours that it reaches exchange anything
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .placement import Shard, V
 from .program import Heads, ProgramBuilder
 from .relation import operands, shape
 from .rules.base import Builder, Recipe, argument
-from .sites import Leaf, SiteContext, autocast, batch, demands, moved, row_of, stay
+from .sites import Leaf, SiteContext, autocast, batch, demands, moved, row_of
 
 aten = torch.ops.aten
 
@@ -60,7 +60,9 @@ class Blockwise:
         columns = [u for u in region.leaves if u[1].col is not None and u[1].row is None and ctx.travels(u)]
         if not columns or any(ctx.facts.layout(shape(n)[a.col]) is None for n, a in columns if a.col is not None):
             return "its keys are whole on every rank"
-        if region.row.length < ctx.ranks or any(ctx.travels(u) and u[1].row is not None and u[1].col is not None for u in region.leaves):
+        if region.row.length < ctx.ranks or any(
+            ctx.travels(u) and u[1].row is not None and u[1].col is not None for u in region.leaves
+        ):
             return "a value with rows and columns comes from outside it"
         if self.grouped and (region.axes.head is None or self.inner(region, ctx.ranks) == 1 < ctx.ranks):
             return "it has no head dimension to split" if region.axes.head is None else "it has too few heads"
@@ -117,8 +119,10 @@ class _Lowering:
         """Activations with rows or columns travel; everything else is whole on every rank."""
         node, axes = use
         seq = axes.row if axes.row is not None else axes.col
-        if not self.ctx.travels(use) or seq is None or shape(node)[seq] != (
-            self.region.row.length if axes.row is not None else self.region.columns
+        if (
+            not self.ctx.travels(use)
+            or seq is None
+            or shape(node)[seq] != (self.region.row.length if axes.row is not None else self.region.columns)
         ):
             self.carriers[use] = "whole"
             return Leaf(V, lambda b, x: self._my_heads(b, use, x))
@@ -183,8 +187,14 @@ class _Lowering:
             fx.GraphModule(torch.nn.Module(), graph),
             str(graph.python_code("").src) + str(mask.python_code("").src),
             tuple(carriers),
-            tuple(self._along(axes.row, what, carrier, "row") for (what, axes), carrier in zip(builder.leaves, carriers, strict=True)),
-            tuple(self._along(axes.col, what, carrier, "col") for (what, axes), carrier in zip(builder.leaves, carriers, strict=True)),
+            tuple(
+                self._along(axes.row, what, carrier, "row")
+                for (what, axes), carrier in zip(builder.leaves, carriers, strict=True)
+            ),
+            tuple(
+                self._along(axes.col, what, carrier, "col")
+                for (what, axes), carrier in zip(builder.leaves, carriers, strict=True)
+            ),
             tuple(
                 i
                 for i, (what, _) in enumerate(builder.leaves)
@@ -218,7 +228,9 @@ class _Lowering:
         """The dimension of a leaf to be cut; a dimension of size 1 is stretched and stays."""
         if dim is None or not isinstance(what, tuple) or carrier == axis:
             return dim
-        return dim if shape(what[0])[dim] != 1 or (self.region.row.length if axis == "row" else self.region.columns) == 1 else None
+        return (
+            dim if shape(what[0])[dim] != 1 or (self.region.row.length if axis == "row" else self.region.columns) == 1 else None
+        )
 
     def _flash(self, builder: ProgramBuilder, leaves: dict[Use, fx.Node], mask: fx.Graph, heads: Heads) -> blocks.Flash | None:
         """Attention kernels apply to scaled_dot_product_attention of three leaves whose heads stand over whole groups."""

@@ -54,7 +54,12 @@ def form(region: Region) -> Form:
         below = region.reads[(use, 0)]
         if packet is aten.dropout and dropout is None:
             dropout = use[0] if argument(use[0], "train") and argument(use[0], "p") else None
-        elif packet is aten.slice and not cut and use[1].col is not None and argument(use[0], "dim") % len(shape(use[0])) == use[1].col:
+        elif (
+            packet is aten.slice
+            and not cut
+            and use[1].col is not None
+            and argument(use[0], "dim") % len(shape(use[0])) == use[1].col
+        ):
             if shape(below[0])[use[1].col] != shape(use[0])[use[1].col] + 1 or argument(use[0], "start"):
                 raise NotASoftmax("weights are cut off after its softmax")
             cut = True
@@ -72,13 +77,10 @@ def form(region: Region) -> Form:
 
 
 def _unshifted(region: Region, use: Use) -> Use:
-    """Scores less their maximum over the columns have the same softmax."""
+    """Scores less something that is the same for all columns of a row (their maximum, as a rule) have the same softmax."""
     if getattr(use[0].target, "overloadpacket", None) is aten.sub and use in region.interior and len(operands(use[0])) == 2:
-        whole, most = (region.reads[(use, i)] for i in range(2))
-        top = region.reads[(most, 0)] if most in region.interior and operands(most[0]) else most
-        if "getitem" in getattr(most[0].target, "__name__", "") and top in region.interior:
-            most, top = top, region.reads[(top, 0)]
-        if top == whole and getattr(most[0].target, "overloadpacket", None) in (aten.amax, aten.max):
+        whole, shift = (region.reads[(use, i)] for i in range(2))
+        if shape(shift[0])[-1:] == (1,) and shape(whole[0]) == shape(use[0]):
             return whole
     return use
 

@@ -1,4 +1,4 @@
-"""What rows see, known without building a mask: everything, causally, by a grid of cells, or by cells that each batch has anew."""
+"""What rows see, known without building a mask: everything, causally, by a grid of cells, or by cells that a batch has anew."""
 
 from __future__ import annotations
 
@@ -139,17 +139,17 @@ class Sights:
         self._grids: dict[object, Grid | BatchSight] = {}
 
     def of(self, region: Region, scores: Use | None, columns: Layout | None) -> Sight | BatchSight:
-        """scores: the value under the region's softmax, where it is spelled out; columns: the layout of the keys, if they have one."""
+        """scores: the value under the region's softmax, where it is spelled out; columns: the layout of the keys, or None."""
         masked = mask_use(region)
+        causal = region.closing.target is SDPA and bool(argument(region.closing, "is_causal", False))
         if region.closing.target is SDPA:
-            causal = bool(argument(region.closing, "is_causal", False))
             if masked is None:
                 return Causal() if causal else Everything()
             if not causal and is_causal(region, self._constants):
                 return Causal()
         elif scores is None:
             return Everything()
-        key = (masked or scores, region.row, columns, region.closing.target is SDPA and argument(region.closing, "is_causal", False))
+        key = (masked or scores, region.row, columns, causal)
         if key not in self._grids:
             self._grids[key] = self._grid(region, scores, columns)
         return self._grids[key]

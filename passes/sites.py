@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..kernels import attend, comm, random
 from ..kernels.layout import Interval, Layout, kv_heads, split
-from ..kernels.schedule import STRIP_ROWS, Causal, Everything, Sight, placed
+from ..kernels.schedule import STRIP_ROWS, Causal, Everything, Grid, Sight, placed
 from .detect import SDPA, Axes, Region, Use
 from .facts import Facts, is_float
 from .mask import BatchSight, Sights
@@ -51,7 +51,9 @@ class SiteContext:
             return None, None
         if isinstance(sight, Causal):
             return region.columns, 0
-        return (sight.atmost if isinstance(sight, BatchSight) else sight).band
+        grid = sight.atmost if isinstance(sight, BatchSight) else sight
+        assert isinstance(grid, Grid)
+        return grid.band
 
     def travels(self, use: Use) -> bool:
         """Activations move between ranks; positions, parameters and what depends on them only are whole everywhere."""

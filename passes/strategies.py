@@ -14,8 +14,11 @@ from .sites import SiteContext, all_to_all, gather_kv, no_heads
 
 @dataclass(frozen=True)
 class Strategy:
-    """layout: how the whole model's sequence must be held (None: in any way); lower: a region's recipe; inapplicable: why not, or None;
-    inner: how many ranks exchange heads."""
+    """One way to spread an attention over ranks.
+
+    layout: how the whole model's sequence must be held (None: in any way). lower: a region's recipe. inapplicable: why it cannot
+    be taken for a region, or None. inner: how many neighbouring ranks exchange heads.
+    """
 
     layout: Callable[[int, int], Layout] | None
     lower: Callable[[Region, SiteContext], Recipe]

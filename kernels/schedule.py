@@ -5,7 +5,7 @@ computed by i, to which j sends its columns, or by j, to which i sends its rows;
 back. In step t rank r hears from rank r − t only, so a step is one exchange between pairs. Only what a mask lets some
 row see travels or is computed.
 
-    ring            head-tail layout, every rank computes for its own rows
+    ring            head-tail layout: under a causal mask equal work, every rank computes for its own rows
     balanced ring   contiguous layout, idle ranks compute for busy ones (DistFlashAttn, arXiv 2310.03294, algorithm 2)
     halo            a window's blocks on the contiguous layout: most pairs of ranks have none
 
@@ -348,6 +348,12 @@ def _clipped(rows: Sequence[Placed], start: int, stop: int) -> list[Placed]:
 def owner_computes(sight: Sight, rows: Layout, cols: Layout, tiling: Tiling) -> Schedule:
     """Every rank computes its own rows: columns travel, nothing else."""
     return Schedule(sight, rows, cols, tiling, np.zeros((rows.ranks, rows.ranks)))
+
+
+def level_by_layout(sight: Sight, rows: Layout, cols: Layout, tiling: Tiling) -> Schedule:
+    """For a layout under which everyone's own rows are equal work, without a mask and under a causal one; else `balanced`."""
+    level = isinstance(sight, (Everything, Causal))
+    return (owner_computes if level else balanced)(sight, rows, cols, tiling)
 
 
 def balanced(sight: Sight, rows: Layout, cols: Layout, tiling: Tiling) -> Schedule:

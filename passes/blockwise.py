@@ -17,7 +17,7 @@ from torch import fx
 
 from ..kernels import attend, blocks, comm, flash, random
 from ..kernels.layout import Layout, contiguous, head_tail, kv_heads, split
-from ..kernels.schedule import Grid, Schedule, Tiling, balanced, members, owner_computes
+from ..kernels.schedule import Grid, Schedule, Tiling, balanced, level_by_layout, members, owner_computes
 from .detect import Region, Use
 from .form import Form, NotASoftmax, form
 from .mask import BatchSight
@@ -73,9 +73,9 @@ class Blockwise:
         return None
 
 
-RING = Blockwise(head_tail, owner_computes)
+RING = Blockwise(head_tail, level_by_layout)
 BALANCED_RING = Blockwise(contiguous, balanced)
-RING_A2A = Blockwise(head_tail, owner_computes, grouped=True)
+RING_A2A = Blockwise(head_tail, level_by_layout, grouped=True)
 HALO = Blockwise(contiguous, owner_computes)
 BLOCKWISE = {"ring": RING, "balanced-ring": BALANCED_RING, "ring-a2a": RING_A2A, "halo": HALO}
 

@@ -124,6 +124,15 @@ def test_token_local_is_its_function_and_differentiates() -> None:
     assert all(map(close, gradients(out, [x, w]), gradients(expected, [x, w])))
 
 
+def test_token_local_keeps_the_strides_it_promised() -> None:
+    """Code compiled around the operator reads its results by the strides of the fake kernel, whatever those of the function are."""
+    token_local.register("transposed", lambda x, w: (w.mT @ x.mT).mT)
+    x, w = torch.randn(5, 3), torch.randn(3, 3).t()
+    out = torch.ops.asp.token_local([x], [w], "transposed")
+    grads = torch.ops.asp.token_local_backward(torch.ones(5, 3), [x], [w], "transposed")
+    assert all(value.is_contiguous() for value in (out, *grads))
+
+
 def test_registered_operators_pass_torchs_own_checks() -> None:
     q, k, v = qkv(2, 2, 4, 4)
     name = program(lambda rows, columns, q, k, v: reference.attention(q, k, v), [(0, 2, 0, 4), (2, 4, 0, 4)])

@@ -18,7 +18,8 @@ class Attention:
     """Sizes of one attention: heads [H, H_kv], lengths [S, T], sizes [D, D_v], bytes an element, ranks.
 
     Row i sees at most the columns [i − before, i + after]: (T, 0) is causal, (W − 1, 0) a window, None no limit.
-    `inner` ranks exchange heads in ring × all-to-all. `accumulator` is the bytes of a number that is summed up.
+    `inner` ranks exchange heads in ring × all-to-all. `latent` is the bytes of one position's keys and values where they travel
+    as something smaller that they are computed from (0: they do not). `accumulator` is the bytes of a number that is summed up.
     """
 
     batch: int
@@ -33,6 +34,7 @@ class Attention:
     before: int | None = None
     after: int | None = None
     inner: int = 1
+    latent: int = 0
 
     @property
     def accumulator(self) -> int:
@@ -41,7 +43,7 @@ class Attention:
     @property
     def kv_bytes(self) -> int:
         """Of one position's keys and values."""
-        return self.batch * self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
+        return self.latent or self.batch * self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
 
 
 def _runs(count: int, ranks: int) -> list[tuple[int, int]]:
@@ -104,7 +106,7 @@ def _exchanged(a: Attention, near: int) -> Fraction:
 def gather_kv(a: Attention) -> tuple[int, int]:
     """2(P−1)U_k forward; backward reduce-scatters dK and dV, and gathers K and V again: 4(P−1)U_k."""
     most = -(-a.kv_seq // a.ranks)
-    once = (a.ranks - 1) * most * a.kv_bytes
+    once = (a.ranks - 1) * most * a.batch * a.kv_heads * (a.head_dim + a.value_dim) * a.itemsize
     return once, 2 * once
 
 

@@ -31,14 +31,13 @@ Carrier = Literal["row", "col", "whole"]  # travels with queries, travels with k
 
 @dataclass(frozen=True)
 class Flash:
-    """scaled_dot_product_attention of three leaves: scores need not be written out. `mask(rows, columns, *leaves)` is that of a
-    tile which is visible in part."""
+    """scaled_dot_product_attention, whose scores need not be written out: `operands(rows, columns, *leaves)` gives
+    ((q, k, v), mask) of a tile. direct: the leaves that q, k and v are, where they are leaves.
+    """
 
-    q: int
-    k: int
-    v: int
+    operands: Callable[..., Any]
     scale: float | None
-    mask: Callable[..., Tensor]
+    direct: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -225,32 +224,37 @@ def run(schedule: Schedule, route: Route, work: Work) -> None:
     """This rank's part of a schedule. Every rank of `route.ring` runs it at the same point of the program."""
     me, ranks = route.place, schedule.ranks
     steps = schedule.steps
-    flight, done = _Exchange(), list[tuple[Job, Piece]]()
+    flight, done = _Exchange(), list[Piece]()
     for n in range(len(steps) + 1):
-        flight.wait()
-        arrived = flight.data
-        for mine, back in flight.results:
-            work.merge(mine, back)
+        arrived = _landed(flight, work)
         flight = _post(schedule, route, work, steps[n + 1] if n + 1 < len(steps) else None, steps[n - 1] if n else None, done)
         done = []
         for job in schedule.jobs(steps[n], me) if n < len(steps) else ():
-            own_rows, own_cols = job.row_owner == me, job.col_owner == me
-            rows, cols = (work.rows if own_rows else arrived[job]), (work.cols if own_cols else arrived[job])
-            row_out = work.row_out if own_rows else work.fresh(work.row_out, job.rows)
-            col_out = work.col_out if own_cols else work.fresh(work.col_out, job.cols)
-            for tile in job.tiles:
-                work.compute(tile, rows, cols, row_out, col_out)
-            if not (own_rows and own_cols):
-                done.append((job, col_out if own_rows else row_out))
-    flight.wait()
-    for mine, back in flight.results:
-        work.merge(mine, back)
+            done += _computed(work, job, arrived, me)
+    _landed(flight, work)
     assert ranks == len(route.ring)
 
 
-def _post(
-    schedule: Schedule, route: Route, work: Work, coming: int | None, gone: int | None, done: Sequence[tuple[Job, Piece]]
-) -> _Exchange:
+def _landed(flight: _Exchange, work: Work) -> dict[Job, Piece]:
+    """Wait for a step's messages; results among them are merged, and their room is free for the next ones."""
+    flight.wait()
+    while flight.results:
+        work.merge(*flight.results.pop(0))
+    return flight.data
+
+
+def _computed(work: Work, job: Job, arrived: dict[Job, Piece], me: int) -> list[Piece]:
+    """Compute a job; what has to go back to its owner. (A function of its own, so that no local keeps a block that is done.)"""
+    own_rows, own_cols = job.row_owner == me, job.col_owner == me
+    rows, cols = (work.rows if own_rows else arrived[job]), (work.cols if own_cols else arrived[job])
+    row_out = work.row_out if own_rows else work.fresh(work.row_out, job.rows)
+    col_out = work.col_out if own_cols else work.fresh(work.col_out, job.cols)
+    for tile in job.tiles:
+        work.compute(tile, rows, cols, row_out, col_out)
+    return [] if own_rows and own_cols else [col_out if own_rows else row_out]
+
+
+def _post(schedule: Schedule, route: Route, work: Work, coming: int | None, gone: int | None, done: Sequence[Piece]) -> _Exchange:
     """Post what step `coming` needs, and the results of step `gone` on their way back.
 
     Both ends list a pair's messages in one order, so they need no tags.
@@ -267,7 +271,7 @@ def _post(
             receives += [(x, source) for x in flight.data[job].tensors]
     if gone:
         helper, served = (me + gone) % schedule.ranks, (me - gone) % schedule.ranks
-        for _, piece in done:
+        for piece in done:
             sends += [(x, served) for x in piece.tensors]
         for job in schedule.jobs(gone, helper):
             mine, runs = (work.col_out, job.cols) if job.col_owner == me else (work.row_out, job.rows)
@@ -322,8 +326,8 @@ class _Forward(Work):
 def _attend(program: BlockProgram, tile: Tile, cut: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     kernel, (high, wide) = program.flash, _span(tile)
     if kernel is not None:
-        mask = kernel.mask(high, wide, *cut) if tile.kind == "mask" else None
-        return flash.forward(cut[kernel.q], cut[kernel.k], cut[kernel.v], tile.kind == "causal", mask, kernel.scale)
+        qkv, mask = kernel.operands(high, wide, *cut)
+        return flash.forward(*qkv, tile.kind == "causal", mask if tile.kind == "mask" else None, kernel.scale)
     (scores, values), keep = program.run(high, wide, *cut)
     scores = scores.to(flash.accumulator(scores.dtype))
     lse = torch.logsumexp(scores, -1)
@@ -431,22 +435,29 @@ def _pulled(
 ) -> dict[int, Tensor]:
     """The gradient of a tile by leaf."""
     kernel, (high, wide) = program.flash, _span(tile)
-    if kernel is not None:
-        mask = kernel.mask(high, wide, *cut) if tile.kind == "mask" else None
-        qkv = (kernel.q, kernel.k, kernel.v)
-        grads = flash.backward(grad, *(cut[i] for i in qkv), lse, delta, tile.kind == "causal", mask, kernel.scale)
-        return {i: g for i, g in zip(qkv, grads, strict=True) if i in program.differentiable}
 
     def of(*wanted: Tensor) -> Any:
         leaves = list(cut)
         for i, leaf in zip(program.differentiable, wanted, strict=True):
             leaves[i] = leaf
-        out, kept = program.run(high, wide, *leaves)
-        return out, () if kept is None else (kept,)
+        out, also = (kernel.operands if kernel else program.run)(high, wide, *leaves)
+        return out, () if also is None else (also,)
 
+    wanted = [cut[i] for i in program.differentiable]
+    if kernel is not None and kernel.direct is not None:
+        qkv, mask = kernel.operands(high, wide, *cut)
+        grads = flash.backward(grad, *qkv, lse, delta, tile.kind == "causal", mask if tile.kind == "mask" else None, kernel.scale)
+        return {i: g for i, g in zip(kernel.direct, grads, strict=True) if i in program.differentiable}
     # A custom op runs below autograd; `torch.func.vjp` brings its own.
-    (scores, values), pull, dropped = torch.func.vjp(of, *(cut[i] for i in program.differentiable), has_aux=True)
-    keep = dropped[0] if dropped else None
+    out, pull, also = torch.func.vjp(of, *wanted, has_aux=True)
+    if kernel is not None:
+        grads = flash.backward(
+            grad, *out, lse, delta, tile.kind == "causal", also[0] if tile.kind == "mask" else None, kernel.scale
+        )
+        grads = pull(tuple(g.to(x.dtype) for g, x in zip(grads, out, strict=True)))
+        return dict(zip(program.differentiable, grads, strict=True))
+    scores, values = out
+    keep = also[0] if also else None
     weights = _weights(scores.to(lse.dtype), lse)
     kept = weights if keep is None else weights * keep
     grad = grad.to(weights.dtype)

@@ -30,12 +30,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, 
         from . import flash_triton
 
         return flash_triton.forward(q, k, v, _score(q, causal, scale), mask)
+    width, scale = v.shape[-1], q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v, additive = _cpu(q, k, v, mask)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=additive, scale=scale)
     if additive is not None:  # torch's kernel gives lse 0 to a row that sees nothing
         empty = (additive == -torch.inf).all(-1).expand(lse.shape)
         lse = lse.masked_fill(empty, -torch.inf)
-    return out, lse
+    return out[..., :width], lse
 
 
 def backward(
@@ -57,11 +58,14 @@ def backward(
         from . import flash_triton
 
         return flash_triton.backward(grad, q, k, v, lse, delta, _score(q, causal, scale), mask)
+    widths, scale = (q.shape[-1], k.shape[-1], v.shape[-1]), q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v, additive = _cpu(q, k, v, mask)
-    grad, lse = grad.to(q.dtype), lse.masked_fill(lse == -torch.inf, 0)
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    grad, lse = _padded(grad.to(q.dtype), v.shape[-1]), lse.masked_fill(lse == -torch.inf, 0)
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, _out_with(grad, delta), lse, 0.0, causal, attn_mask=additive, scale=scale
     )
+    dq, dk, dv = (g[..., :width] for g, width in zip(grads, widths, strict=True))
+    return dq, dk, dv
 
 
 def _out_with(grad: Tensor, delta: Tensor) -> Tensor:
@@ -73,13 +77,18 @@ def _out_with(grad: Tensor, delta: Tensor) -> Tensor:
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Operands in the accumulator's type (aten's kernel rounds its output to theirs), and the mask as one that adds."""
-    dtype = accumulator(q.dtype)
+    """Operands of one width in the accumulator's type (aten's kernel rounds its output to theirs), and an additive mask."""
+    dtype, width = accumulator(q.dtype), max(q.shape[-1], v.shape[-1])
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros((), dtype=dtype, device=q.device).masked_fill(~mask, -torch.inf)
     if mask is not None:
         mask = mask.to(dtype).expand(*[1] * (4 - mask.dim()), *mask.shape)
-    return q.to(dtype), k.to(dtype), v.to(dtype), mask
+    q, k, v = (_padded(x.to(dtype), width) for x in (q, k, v))
+    return q, k, v, mask
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
 def _score(q: Tensor, causal: bool, scale: float | None) -> Any:
@@ -89,10 +98,10 @@ def _score(q: Tensor, causal: bool, scale: float | None) -> Any:
 
 
 def applies(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `forward` takes these: on CPU aten's kernel needs values as wide as keys."""
+    """Whether `forward` takes these."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or not q.shape[0] == k.shape[0] == v.shape[0]:
         return False
-    return q.shape[-1] == v.shape[-1] if q.device.type == "cpu" else 16 <= min(q.shape[-1], v.shape[-1]) <= 256
+    return q.device.type == "cpu" or max(q.shape[-1], v.shape[-1]) <= 256
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:

@@ -137,6 +137,13 @@ def _store(base, start, count, value, T: tl.constexpr, D: tl.constexpr, PAD: tl.
 
 
 @triton.jit
+def _tiles(first, last, T: tl.constexpr):
+    """How many tiles of T cover [first, last). Loops count from 0 and not from `first`: ptxas (CUDA 12.8) does not see that
+    several of the other kind, one after the other, leave their products' sums alone, and then waits after every product."""
+    return tl.cdiv(tl.maximum(last - first, 0), T)
+
+
+@triton.jit
 def _dot(a, b, total):
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -233,7 +240,8 @@ def _forward_columns(
     """acc [M, PAD_V] (not normalised), top [M] (largest logit) and total [M], with columns first .. last added to them."""
     i = tl.arange(0, M)[:, None]
     j = tl.arange(0, N)[None, :]
-    for start in range(first, last, N):
+    for step in range(0, _tiles(first, last, N)):
+        start = first + step * N
         keys = _load(k, start, columns, stride_k, N, D, PAD, EDGE)
         s = _product(q, tl.trans(keys))
         if EDGE or SOFTCAP:
@@ -372,7 +380,8 @@ def _queries_columns(
     """acc [M, PAD], the gradient of the rows before scaling, with columns first .. last added to it."""
     i = tl.arange(0, M)[:, None]
     j = tl.arange(0, N)[None, :]
-    for start in range(first, last, N):
+    for step in range(0, _tiles(first, last, N)):
+        start = first + step * N
         keys = _load(k, start, columns, stride_k, N, D, PAD, EDGE)
         values = _load(v, start, columns, stride_v, N, D_V, PAD_V, EDGE)
         p, slope = _weights(
@@ -458,7 +467,7 @@ def _keys_rows(
     """
     i = tl.arange(0, M)[None, :]
     j = tl.arange(0, N)[:, None]
-    tiles = tl.cdiv(tl.maximum(last - first, 0), M)
+    tiles = _tiles(first, last, M)
     for step in range(0, group * tiles):
         head = tl.cast(step // tiles, tl.int64)
         start = first + step % tiles * M

@@ -198,15 +198,19 @@ def _union(intervals: Sequence[Interval]) -> Intervals:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How blocks are cut into tiles. `flash`: the kernel needs no scores in memory, so visible tiles may have any size and
-    need not know where they stand; otherwise, and under a mask, a tile has at most `largest` pairs."""
+    """How blocks are cut into tiles.
+
+    flash: the kernel needs no scores in memory, so visible tiles may have any size; otherwise, and under a mask, a tile has at
+    most `largest` pairs. joined: neighbouring visible tiles become one, which need not know where it stands.
+    """
 
     flash: bool
     largest: int
+    joined: bool = True
 
     def cut(self, sight: Sight, rows: Sequence[Placed], cols: Sequence[Placed]) -> tuple[Tile, ...]:
         tiles = [tile for r in rows for c in cols for tile in self._block(sight, r, c)]
-        return tuple(_joined(tiles)) if self.flash else tuple(tiles)
+        return tuple(_joined(tiles)) if self.flash and self.joined else tuple(tiles)
 
     def _block(self, sight: Sight, r: Placed, c: Placed) -> list[Tile]:
         seen = sight.seen(r.interval, c.interval)

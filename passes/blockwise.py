@@ -20,6 +20,7 @@ from ..kernels.layout import Layout, contiguous, head_tail, kv_heads, split
 from ..kernels.schedule import Grid, Schedule, Tiling, balanced, level_by_layout, members, owner_computes
 from .detect import Region, Use
 from .form import Form, NotASoftmax, form
+from .latent import narrowed
 from .mask import BatchSight
 from .placement import Shard, V
 from .program import Heads, ProgramBuilder
@@ -48,8 +49,18 @@ class Blockwise:
         proper = [u for u in even if u < ranks]
         return max(proper or even or fitting[:1], default=1)
 
+    def narrowed(self, region: Region, ctx: SiteContext) -> Region:
+        """The region whose columns travel as their latent, where they have one and heads are not exchanged."""
+        return narrowed(region, ctx.facts) if self.inner(region, ctx.ranks) == 1 else region
+
+    def latent(self, region: Region, ctx: SiteContext) -> int:
+        """Bytes of one position's latent, or 0 where keys and values travel themselves."""
+        low = self.narrowed(region, ctx)
+        travelling = {n for n, a in low.leaves if a.col is not None and a.row is None and ctx.travels((n, a))}
+        return 0 if low is region else sum(n.meta["val"].nbytes for n in travelling) // region.columns
+
     def lower(self, region: Region, ctx: SiteContext) -> Recipe:
-        return _Lowering(self, region, ctx, form(region)).recipe()
+        return _Lowering(self, self.narrowed(region, ctx), ctx, form(region)).recipe()
 
     def inapplicable(self, region: Region, ctx: SiteContext) -> str | None:
         """Why it cannot lower a region, or None."""
@@ -158,7 +169,7 @@ class _Lowering:
         region, heads = self.region, self.heads(b.rank)
         causal = self.ctx.causal(region)
         builder = ProgramBuilder(region, heads, True, b.rank, b.ranks, b.group)
-        graph, mask = builder.tile(self.form, causal)
+        graph, kernel_graph = builder.tile(self.form, causal)
         sight = self.ctx.sight(region, self.form.scores)
         grid = sight.atmost if isinstance(sight, BatchSight) else sight
         values, carriers = [], list[blocks.Carrier]()
@@ -170,13 +181,17 @@ class _Lowering:
             carriers.append("whole")
             whole = ((0, region.row.length if axes.row is not None else region.columns),)
             values.append(b.seed() if what == "seed" else b.call(random.positions, whole, region.closing.meta["val"].device))
-        kernel = self._flash(builder, leaves, mask, heads)
+        kernel = self._flash(kernel_graph)
         rows, columns = members(region.row, self.inner), members(self.columns, self.inner)
         route = blocks.Route(
             self.strategy.make,
             rows,
             columns,
-            Tiling(kernel is not None, attend.BLOCK_ELEMENTS // (batch(region) * (1 if kernel else max(1, heads.count)))),
+            Tiling(
+                kernel is not None,
+                attend.BLOCK_ELEMENTS // (batch(region) * (1 if kernel else max(1, heads.count))),
+                joined=kernel is not None and kernel.direct is not None,
+            ),
             b.rank // self.inner,
             tuple(range(b.rank % self.inner, b.ranks, self.inner)),
             b.group,
@@ -185,7 +200,7 @@ class _Lowering:
         result = region.closing.meta["val"]
         program = blocks.BlockProgram(
             fx.GraphModule(torch.nn.Module(), graph),
-            str(graph.python_code("").src) + str(mask.python_code("").src),
+            str(graph.python_code("").src),
             tuple(carriers),
             tuple(
                 self._along(axes.row, what, carrier, "row")
@@ -232,23 +247,18 @@ class _Lowering:
             dim if shape(what[0])[dim] != 1 or (self.region.row.length if axis == "row" else self.region.columns) == 1 else None
         )
 
-    def _flash(self, builder: ProgramBuilder, leaves: dict[Use, fx.Node], mask: fx.Graph, heads: Heads) -> blocks.Flash | None:
-        """Attention kernels apply to scaled_dot_product_attention of three leaves whose heads stand over whole groups."""
-        region, node = self.region, self.region.closing
-        if self.form.scores is not None or self.form.dropout is not None:
-            return None
-        uses = [region.reads[((node, region.axes), i)] for i in range(3)]
-        uses = [region.repeated.get(u, u) for u in uses]
-        order = [what for what, _ in builder.leaves]
-        groups = {region.groups.get(u, 1) for u in uses[1:]}
-        if any(u not in order for u in uses) or len(groups) != 1 or any(heads.first % g or heads.last % g for g in groups):
+    def _flash(self, graph: fx.Graph | None) -> blocks.Flash | None:
+        """Attention kernels apply to scaled_dot_product_attention without dropout; they give no gradient of a mask."""
+        node = self.region.closing
+        if graph is None or self.form.dropout is not None:
             return None
         if len(operands(node)) == 4 and operands(node)[3] in self.ctx.facts.differentiable:
-            return None  # kernels give no gradient of the mask
-        if not flash.applies(*(u[0].meta["val"] for u in uses)):
             return None
-        q, k, v = (order.index(u) for u in uses)
-        return blocks.Flash(q, k, v, argument(node, "scale"), fx.GraphModule(torch.nn.Module(), mask))
+        if not flash.applies(*(x.meta["val"] for x in operands(node)[:3])):
+            return None
+        (qkv, _), places = graph.output_node().args[0], [n for n in graph.nodes if n.op == "placeholder"][2:]  # type: ignore[misc]
+        direct = tuple(places.index(x) for x in qkv) if all(x in places for x in qkv) else None
+        return blocks.Flash(fx.GraphModule(torch.nn.Module(), graph), argument(node, "scale"), direct)
 
     def _shapes(self, heads: Heads, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of the result and its log-sum-exp: [*batch, my rows, D_v] and [*batch, my rows]."""

@@ -115,8 +115,8 @@ def _is_lower(node: fx.Node, length: int, constants: Constants) -> bool:
 class BatchSight:
     """Rows see what the batch says (packed documents, padding). `atmost` is what holds of any batch.
 
-    Called with the graph's inputs it gives the cells, int8 [row cells, column cells], on the host: once a step, whatever the number
-    of layers, and alike on every rank that has the same batch.
+    Called with the graph's inputs it gives the cells, int8 [row cells, column cells], on the host: once a step, whatever the
+    number of layers, and alike on every rank that has the same batch.
     """
 
     row_cuts: np.ndarray

@@ -227,7 +227,11 @@ def _choose(region: detect.Region, ctx: SiteContext, types: place.Types, setting
     """The strategy that sends least among those that apply (or the one that was asked for), put into the types."""
     sizes = _sizes(region, ctx)
     reasons = {name: _unusable(region, name, ctx) for name in LOWERINGS}
-    prices = {name: COSTS[name](replace(sizes, inner=LOWERINGS[name].inner(region, ctx.ranks))) for name in LOWERINGS}
+    priced = {
+        name: replace(sizes, inner=row.inner(region, ctx.ranks), latent=row.latent(region, ctx) if reasons[name] is None else 0)
+        for name, row in LOWERINGS.items()
+    }
+    prices = {name: COSTS[name](priced[name]) for name in LOWERINGS}
     usable = [name for name in LOWERINGS if reasons[name] is None]
     best = min(usable, key=lambda name: sum(prices[name]))
     note = ""
@@ -236,6 +240,8 @@ def _choose(region: detect.Region, ctx: SiteContext, types: place.Types, setting
             best = settings.strategy
         else:
             note = f"{settings.strategy} cannot apply: {reasons[settings.strategy]}"
+    if priced[best].latent:
+        note = "; ".join(filter(None, [note, f"keys and values travel as their latent, {priced[best].latent} B a position"]))
     types.recipes[region.closing] = LOWERINGS[best].lower(region, ctx)
     rejected = tuple(
         Rejected(

@@ -136,8 +136,10 @@ class ProgramBuilder:
         self.graph.output(result)
         return self.graph
 
-    def tile(self, form: Form, causal: bool) -> tuple[fx.Graph, fx.Graph]:
-        """Two graphs over the same leaves: ((scores, values), keep) of a tile, and the mask alone (None without one)."""
+    def tile(self, form: Form, causal: bool) -> tuple[fx.Graph, fx.Graph | None]:
+        """Two graphs over the same leaves: ((scores, values), keep) of a tile; and for scaled_dot_product_attention
+        ((q, k, v), mask), where query heads may share key/value heads.
+        """
         node, region = self.region.closing, self.region
         me = (node, region.axes)
         ends = [form.values, form.scores] if form.scores else [region.reads[(me, i)] for i in range(len(operands(node)))]
@@ -149,7 +151,7 @@ class ProgramBuilder:
             if use in needed:
                 values = [self._whole(region.reads[(use, i)]) for i in range(len(operands(use[0])))]
                 self.values[use] = rule(use[0]).emit(self, use[0], use[1], values)  # type: ignore[arg-type]
-        values, mask = self._averaged(form), None
+        values, kernel = self._averaged(form), None
         if form.scores:
             scores = self._whole(form.scores)
         else:
@@ -158,14 +160,22 @@ class ProgramBuilder:
                 mask = self.call(attend.with_causal, mask, self.positions("row"), self.positions("column"))
             q, k = (self._grouped(region.reads[(me, i)]) for i in (0, 1))
             scores = self.call(blocks.scores, q, k, mask, argument(node, "scale"))
-        keep = self._kept(form, scores)
-        copied: dict[fx.Node, fx.Node] = {}
-        alone = fx.Graph()
-        alone.graph_copy(self.graph, copied)
-        alone.output(copied[mask] if mask is not None else None)
-        alone.eliminate_dead_code()
-        self.graph.output(((scores, values), keep))
-        return self.graph, alone
+            taken = self._shared([region.reads[(me, i)] for i in range(3)])
+            kernel = fx.Graph()
+            copied: dict[fx.Node, fx.Node] = {}
+            kernel.graph_copy(self.graph, copied)
+            kernel.output((tuple(copied[x] for x in taken), None if mask is None else copied[mask]))
+            kernel.eliminate_dead_code()
+        self.graph.output(((scores, values), self._kept(form, scores)))
+        return self.graph, kernel
+
+    def _shared(self, qkv: Sequence[Use]) -> list[fx.Node]:
+        """Queries, and keys and values with their own heads where the program's query heads stand over whole groups of them."""
+        sources = [self.region.repeated.get(use, use) for use in qkv[1:]]
+        groups = {self.region.groups.get(use, 1) for use in sources}
+        aligned = len(groups) == 1 and all(self.heads.first % g == 0 and self.heads.last % g == 0 for g in groups)
+        kv = [self.values[use] for use in sources] if aligned else [self._grouped(use) for use in qkv[1:]]
+        return [self._whole(qkv[0]), *kv]
 
     def _averaged(self, form: Form) -> fx.Node:
         values = self._grouped(form.values)

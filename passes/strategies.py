@@ -17,17 +17,19 @@ class Strategy:
     """One way to spread an attention over ranks.
 
     layout: how the whole model's sequence must be held (None: in any way). lower: a region's recipe. inapplicable: why it cannot
-    be taken for a region, or None. inner: how many neighbouring ranks exchange heads.
+    be taken for a region, or None. inner: how many neighbouring ranks exchange heads. latent: bytes of one position
+    of what keys and values travel as, if not as themselves.
     """
 
     layout: Callable[[int, int], Layout] | None
     lower: Callable[[Region, SiteContext], Recipe]
     inapplicable: Callable[[Region, SiteContext], str | None]
     inner: Callable[[Region, int], int] = lambda region, ranks: 1
+    latent: Callable[[Region, SiteContext], int] = lambda region, ctx: 0
 
 
 LOWERINGS: dict[str, Strategy] = {
     "all-to-all": Strategy(None, all_to_all, no_heads),
     "gather-kv": Strategy(None, gather_kv, lambda region, ctx: None),
-    **{name: Strategy(s.layout, s.lower, s.inapplicable, s.inner) for name, s in BLOCKWISE.items()},
+    **{name: Strategy(s.layout, s.lower, s.inapplicable, s.inner, s.latent) for name, s in BLOCKWISE.items()},
 }

@@ -17,6 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+STRATEGIES = "all-to-all, gather-kv, ring, balanced-ring, ring-a2a or halo"
 MODEL_HELP = "file.py:factory or package.module:factory, returning (module, inputs); or a transformers model type such as llama"
 
 
@@ -27,7 +28,7 @@ def check(
     seq_len: Annotated[int, typer.Option(min=1, help="tokens, for a transformers model type")] = 96,
     batch: Annotated[int, typer.Option(min=1, help="sequences, for a transformers model type")] = 2,
     dtype: Annotated[str | None, typer.Option(help="float64 or float32; float64 if not given, or float32 for experts")] = None,
-    strategy: Annotated[str | None, typer.Option(help="all-to-all or gather-kv for every attention")] = None,
+    strategy: Annotated[str | None, typer.Option(help=STRATEGIES + ", for every attention that it applies to")] = None,
     mesh: Annotated[str | None, typer.Option(help="such as dp=2,sp=2")] = None,
     compiler: Annotated[str, typer.Option(help="aot_eager or inductor")] = "aot_eager",
     timeout: Annotated[float, typer.Option(min=1, help="seconds for the whole run")] = 600.0,
@@ -57,7 +58,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="training steps")] = 16,
     seq_len: Annotated[int, typer.Option(min=8, help="bytes in a sequence")] = 8192,
     ranks: Annotated[int, typer.Option(min=1, help="gloo ranks on this machine's CPU")] = 4,
-    strategy: Annotated[str | None, typer.Option(help="all-to-all or gather-kv; autosp's choice if not given")] = None,
+    strategy: Annotated[str | None, typer.Option(help=STRATEGIES + "; autosp's choice if not given")] = None,
     compiler: Annotated[str, typer.Option(help="aot_eager or inductor")] = "aot_eager",
     out: Annotated[Path, typer.Option(help="where the loss curve is saved, a PNG")] = Path("autosp-demo.png"),
 ) -> None:

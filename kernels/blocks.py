@@ -326,8 +326,8 @@ class _Forward(Work):
 def _attend(program: BlockProgram, tile: Tile, cut: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     kernel, (high, wide) = program.flash, _span(tile)
     if kernel is not None:
-        qkv, mask = kernel.operands(high, wide, *cut)
-        return flash.forward(*qkv, tile.kind == "causal", mask if tile.kind == "mask" else None, kernel.scale)
+        (q, k, v), mask = kernel.operands(high, wide, *cut)
+        return flash.forward(q, k, v, tile.kind == "causal", mask if tile.kind == "mask" else None, kernel.scale)
     (scores, values), keep = program.run(high, wide, *cut)
     scores = scores.to(flash.accumulator(scores.dtype))
     lse = torch.logsumexp(scores, -1)
@@ -400,7 +400,8 @@ class _Backward(Work):
         with program.mode():
             grads = _pulled(program, tile, cut, grad, lse, delta)
         for i, g in grads.items():
-            self._part(i, tile, row_out, col_out).add_(g)
+            if i in program.differentiable:
+                self._part(i, tile, row_out, col_out).add_(g)
 
     def _part(self, i: int, tile: Tile, row_out: Piece, col_out: Piece) -> Tensor:
         """Where the gradient of leaf i's piece of a tile is summed."""
@@ -443,21 +444,17 @@ def _pulled(
         out, also = (kernel.operands if kernel else program.run)(high, wide, *leaves)
         return out, () if also is None else (also,)
 
-    wanted = [cut[i] for i in program.differentiable]
     if kernel is not None and kernel.direct is not None:
-        qkv, mask = kernel.operands(high, wide, *cut)
-        grads = flash.backward(grad, *qkv, lse, delta, tile.kind == "causal", mask if tile.kind == "mask" else None, kernel.scale)
-        return {i: g for i, g in zip(kernel.direct, grads, strict=True) if i in program.differentiable}
+        (q, k, v), mask = kernel.operands(high, wide, *cut)
+        return dict(zip(kernel.direct, _kernel_backward(kernel, tile, grad, q, k, v, lse, delta, mask), strict=True))
     # A custom op runs below autograd; `torch.func.vjp` brings its own.
-    out, pull, also = torch.func.vjp(of, *wanted, has_aux=True)
+    out, pull, also = torch.func.vjp(of, *(cut[i] for i in program.differentiable), has_aux=True)
+    also = also[0] if also else None
     if kernel is not None:
-        grads = flash.backward(
-            grad, *out, lse, delta, tile.kind == "causal", also[0] if tile.kind == "mask" else None, kernel.scale
-        )
-        grads = pull(tuple(g.to(x.dtype) for g, x in zip(grads, out, strict=True)))
-        return dict(zip(program.differentiable, grads, strict=True))
+        grads = _kernel_backward(kernel, tile, grad, *out, lse, delta, also)
+        return dict(zip(program.differentiable, pull(tuple(g.to(x.dtype) for g, x in zip(grads, out, strict=True))), strict=True))
+    keep = also
     scores, values = out
-    keep = also[0] if also else None
     weights = _weights(scores.to(lse.dtype), lse)
     kept = weights if keep is None else weights * keep
     grad = grad.to(weights.dtype)
@@ -466,6 +463,13 @@ def _pulled(
     d_scores = weights * ((d_weights if keep is None else d_weights * keep) - delta.unsqueeze(-1))
     grads = pull((d_scores.sum_to_size(scores.shape).to(scores.dtype), d_values))
     return dict(zip(program.differentiable, grads, strict=True))
+
+
+def _kernel_backward(
+    kernel: Flash, tile: Tile, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    seen = mask if tile.kind == "mask" else None
+    return flash.backward(grad, q, k, v, lse, delta, tile.kind == "causal", seen, kernel.scale)
 
 
 @torch.library.custom_op("asp::block_attention_backward", mutates_args=())

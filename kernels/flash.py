@@ -101,12 +101,12 @@ def applies(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `forward` takes these."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or not q.shape[0] == k.shape[0] == v.shape[0]:
         return False
-    return q.device.type == "cpu" or max(q.shape[-1], v.shape[-1]) <= 256
+    return q.device.type == "cpu" or (max(q.shape[-1], v.shape[-1]) <= 256 and q.dtype != torch.float64)
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge a block's normalised result into `out` and `lse`, in place; rows that neither has seen stay (0, −inf)."""
-    if out.is_cuda and out.dim() == 4:
+    if out.is_cuda and out.dim() == 4 and out.dtype == torch.float32:
         from . import flash_triton
 
         return flash_triton.merge_(out, lse, block_out, block_lse)

@@ -99,6 +99,17 @@ class BlockProgram:
             return contextlib.nullcontext()
         return torch.autocast(self.autocast[0], dtype=self.autocast[1])
 
+    @property
+    def statistics_shape(self) -> tuple[int, ...]:
+        """Of the log-sum-exp. Where scores are spelled out it is a pair [.., my rows, 2], the maximum and the logarithm of the
+        sum that remains: of a row that a finite mask hides as a whole, their sum would be the maximum alone.
+        """
+        return self.lse_shape if self.flash else (*self.lse_shape, 2)
+
+    @property
+    def row_of_statistics(self) -> int:
+        return len(self.lse_shape) - 1
+
     def of(self, carrier: Carrier) -> list[int]:
         return [i for i, c in enumerate(self.carriers) if c == carrier]
 
@@ -302,15 +313,18 @@ class _Forward(Work):
         self.rows, self.cols = _held(program, leaves, "row"), _held(program, leaves, "col")
         kind, device = flash.accumulator(program.dtype), leaves[0].device
         out = torch.zeros(program.out_shape, dtype=kind, device=device)
-        lse = torch.full(program.lse_shape, -torch.inf, dtype=kind, device=device)
-        self.row_out = Piece([out, lse], (out.dim() - 2, lse.dim() - 1), ((0, program.out_shape[-2]),))
+        lse = torch.full(program.statistics_shape, -torch.inf, dtype=kind, device=device)
+        self.row_out = Piece([out, lse], (out.dim() - 2, program.row_of_statistics), ((0, program.out_shape[-2]),))
         self.col_out = Piece([], (), ())
 
     def compute(self, tile: Tile, rows: Piece, cols: Piece, row_out: Piece, col_out: Piece) -> None:
         cut = self.program.cut(tile, self.leaves, rows, cols)
         out, lse = row_out.cut(0, *tile.rows), row_out.cut(1, *tile.rows)
         with self.program.mode():
-            flash.merge_(out, lse, *_attend(self.program, tile, cut))
+            self._merge(out, lse, *_attend(self.program, tile, cut))
+
+    def _merge(self, out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+        (flash.merge_ if self.program.flash else flash.merge_pairs_)(out, lse, block_out, block_lse)
 
     def fresh(self, of: Piece, runs: Intervals) -> Piece:
         piece = of.like(runs)
@@ -320,7 +334,7 @@ class _Forward(Work):
 
     def merge(self, mine: Piece, back: Piece) -> None:
         for run in back.runs:
-            flash.merge_(*(p.cut(i, *run) for p in (mine, back) for i in (0, 1)))
+            self._merge(*(p.cut(i, *run) for p in (mine, back) for i in (0, 1)))
 
 
 def _attend(program: BlockProgram, tile: Tile, cut: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -330,13 +344,16 @@ def _attend(program: BlockProgram, tile: Tile, cut: Sequence[Tensor]) -> tuple[T
         return flash.forward(q, k, v, tile.kind == "causal", mask if tile.kind == "mask" else None, kernel.scale)
     (scores, values), keep = program.run(high, wide, *cut)
     scores = scores.to(flash.accumulator(scores.dtype))
-    lse = torch.logsumexp(scores, -1)
+    top = scores.amax(-1) if wide else scores.new_full(scores.shape[:-1], -torch.inf)
+    rest = torch.exp(scores - top.masked_fill(top == -torch.inf, 0).unsqueeze(-1)).sum(-1)
+    lse = torch.stack([top, rest.masked_fill(rest == 0, 1).log()], -1)
     weights = _weights(scores, lse)
     return (weights if keep is None else weights * keep) @ values.to(weights.dtype), lse
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
+    top, rest = lse.unbind(-1)
+    return torch.exp(scores - top.masked_fill(top == -torch.inf, 0).unsqueeze(-1) - rest.unsqueeze(-1))
 
 
 def _held(program: BlockProgram, leaves: Sequence[Tensor], carrier: Literal["row", "col"]) -> Piece:
@@ -361,7 +378,7 @@ def block_attention(leaves: list[Tensor], cells: Tensor | None, name: str) -> tu
 @block_attention.register_fake
 def _(leaves: list[Tensor], cells: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
     program = _PROGRAMS[name]
-    lse = leaves[0].new_empty(program.lse_shape, dtype=flash.accumulator(program.dtype))
+    lse = leaves[0].new_empty(program.statistics_shape, dtype=flash.accumulator(program.dtype))
     return leaves[0].new_empty(program.out_shape, dtype=program.dtype), lse
 
 
@@ -375,7 +392,7 @@ class _Backward(Work):
         self.program, self.leaves = program, leaves
         held = _held(program, leaves, "row")
         extra = (grad, lse, delta)
-        self.rows = Piece([*held.tensors, *extra], (*held.dims, grad.dim() - 2, lse.dim() - 1, lse.dim() - 1), held.runs)
+        self.rows = Piece([*held.tensors, *extra], (*held.dims, grad.dim() - 2, *[program.row_of_statistics] * 2), held.runs)
         self.cols = _held(program, leaves, "col")
         self.wanted = {c: [i for i in program.of(c) if i in program.differentiable] for c in ("row", "col", "whole")}
         self.row_out, self.col_out = (
@@ -478,8 +495,8 @@ def block_attention_backward(
 ) -> list[Tensor]:
     program = _PROGRAMS[name]
     delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    if grad_lse is not None:
-        delta = delta - grad_lse
+    if grad_lse is not None:  # (of a pair both have the same, that of the sum)
+        delta = delta - (grad_lse if program.flash else grad_lse[..., 1])
     work = _Backward(program, leaves, grad.contiguous(), lse.contiguous(), delta)
     run(program.schedule(cells), program.route, work)
     return work.gradients()
@@ -532,10 +549,11 @@ def traffic(name: str, leaves: Sequence[Tensor]) -> tuple[int, int]:
     d_row = per_position("row", program.row_dims, some, kind)
     d_col = per_position("col", program.col_dims, some, kind)
     per_row = max(1, program.out_shape[-2])
-    out, lse = torch.Size(program.out_shape).numel() // per_row, torch.Size(program.lse_shape).numel() // per_row * kind
+    out, delta = torch.Size(program.out_shape).numel() // per_row, torch.Size(program.lse_shape).numel() // per_row * kind
+    lse = delta if program.flash else 2 * delta
     rows, cols = schedule.travelling
     forward = rows * (row + out * kind + lse) + cols * col
-    backward = rows * (row + out * program.dtype.itemsize + 2 * lse + d_row) + cols * (col + d_col)
+    backward = rows * (row + out * program.dtype.itemsize + lse + delta + d_row) + cols * (col + d_col)
     return forward // schedule.ranks, backward // schedule.ranks
 
 
@@ -558,6 +576,7 @@ def kept(like: Tensor, p: float, seed: Tensor, salt: int, shape: tuple[int, ...]
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor, dtype: torch.dtype) -> Tensor:
     """The attention with one more logit for each row, whose value is 0: its weights shrink by Σeˢ / (Σeˢ + e^sink).
 
-    out: [.., rows, D_v], lse: [.., rows], sink: broadcastable to [.., rows, 1].
+    out: [.., rows, D_v], lse: [.., rows, 2] as a pair, sink: broadcastable to [.., rows, 1].
     """
-    return (out * torch.sigmoid(lse.unsqueeze(-1) - sink.to(lse.dtype))).to(dtype)
+    top, rest = lse.unbind(-1)
+    return (out * torch.sigmoid(top.unsqueeze(-1) - sink.to(lse.dtype) + rest.unsqueeze(-1))).to(dtype)

@@ -104,6 +104,18 @@ def applies(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.device.type == "cpu" or (max(q.shape[-1], v.shape[-1]) <= 256 and q.dtype != torch.float64)
 
 
+def merge_pairs_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """As `merge_`, for log-sum-exps as pairs [.., rows, 2] of a maximum and the logarithm of the sum that remains."""
+    (top, rest), (block_top, block_rest) = lse.unbind(-1), block_lse.unbind(-1)
+    most = torch.maximum(top, block_top)
+    seen = most.masked_fill(most == -torch.inf, 0)
+    mine, theirs = top - seen + rest, block_top - seen + block_rest
+    total = torch.logaddexp(mine, theirs)
+    total = total.masked_fill(total == -torch.inf, 0)
+    out.mul_(torch.exp(mine - total).unsqueeze(-1)).add_(block_out * torch.exp(theirs - total).unsqueeze(-1))
+    lse.copy_(torch.stack([most, total], -1))
+
+
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge a block's normalised result into `out` and `lse`, in place; rows that neither has seen stay (0, −inf)."""
     if out.is_cuda and out.dim() == 4 and out.dtype == torch.float32:

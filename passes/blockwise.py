@@ -190,7 +190,8 @@ class _Lowering:
             Tiling(
                 kernel is not None,
                 attend.BLOCK_ELEMENTS // (batch(region) * (1 if kernel else max(1, heads.count))),
-                joined=kernel is not None and kernel.direct is not None,
+                # A value that lies whole on every rank is cut where a tile stands.
+                joined=kernel is not None and kernel.direct is not None and all(carriers[i] != "whole" for i in kernel.direct),
             ),
             b.rank // self.inner,
             tuple(range(b.rank % self.inner, b.ranks, self.inner)),
@@ -248,11 +249,14 @@ class _Lowering:
         )
 
     def _flash(self, graph: fx.Graph | None) -> blocks.Flash | None:
-        """Attention kernels apply to scaled_dot_product_attention without dropout; they give no gradient of a mask."""
+        """Attention kernels apply to scaled_dot_product_attention without dropout. They give no gradient of a mask, and their
+        log-sum-exp is one number."""
         node = self.region.closing
         if graph is None or self.form.dropout is not None:
             return None
         if len(operands(node)) == 4 and operands(node)[3] in self.ctx.facts.differentiable:
+            return None
+        if self.ctx.sights.hides_rows(self.region):
             return None
         if not flash.applies(*(x.meta["val"] for x in operands(node)[:3])):
             return None

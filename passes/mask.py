@@ -191,6 +191,13 @@ class Sights:
             every = every & (cuts[1][1:][None, :] - 1 <= cuts[0][:-1][:, None])
         return (some.astype(np.int8) + (some & every)).astype(np.int8)
 
+    def hides_rows(self, region: Region) -> bool:
+        """A mask that adds finite numbers may hide whole rows, for all that is known: their log-sum-exp forgets their columns."""
+        use = mask_use(region)
+        if use is None or use[0].meta["val"].dtype == torch.bool:
+            return False
+        return not self._rows_see_themselves(region, use, self._constants.of)
+
     def _rows_see_themselves(self, region: Region, use: Use, values: Callable[[fx.Node], Tensor | None]) -> bool:
         if region.row.length != region.columns:
             return False

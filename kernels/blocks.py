@@ -468,7 +468,8 @@ def _pulled(
     out, pull, also = torch.func.vjp(of, *(cut[i] for i in program.differentiable), has_aux=True)
     also = also[0] if also else None
     if kernel is not None:
-        grads = _kernel_backward(kernel, tile, grad, *out, lse, delta, also)
+        q, k, v = out
+        grads = _kernel_backward(kernel, tile, grad, q, k, v, lse, delta, also)
         return dict(zip(program.differentiable, pull(tuple(g.to(x.dtype) for g, x in zip(grads, out, strict=True))), strict=True))
     keep = also
     scores, values = out

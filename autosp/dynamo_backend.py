@@ -16,6 +16,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.distributed.device_mesh import DeviceMesh
 
 from .cost_model.plan import Plan
+from .inductor import settings
 from .kernels import agree
 from .mesh import World, resolve
 from .passes import recognise
@@ -119,7 +120,7 @@ def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -
     now = torch._functorch.config.patch({"force_non_lazy_backward_lowering": True} if known else {})
     with fx.traceback.preserve_node_meta(), now:
         if compiler == "inductor":
-            run = compile_fx(compiled.module, inputs, inner_compile=inductor)
+            run = compile_fx(compiled.module, inputs, inner_compile=inductor, config_patches=settings())
         else:
             partition = min_cut_rematerialization_partition
             run = aot_module_simplified(

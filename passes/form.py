@@ -6,12 +6,16 @@ the removal of a sink, one more logit for each row whose value is 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from ..kernels.layout import Layout
 from .detect import SDPA, Region, Use
+from .place import rule
+from .placement import Shard
 from .relation import operands, shape
 from .rules.base import argument
 
@@ -42,6 +46,34 @@ class NotASoftmax(Exception):
 
 def form(region: Region) -> Form:
     """The region's form. Raises NotASoftmax."""
+    found, me = _form(region), (region.closing, region.axes)
+    ends = [found.scores, found.values] if found.scores else [region.reads[(me, i)] for i in range(len(operands(region.closing)))]
+    _refuse_along_columns(region, ends)
+    return found
+
+
+def _refuse_along_columns(region: Region, ends: Sequence[Use]) -> None:
+    """Before the softmax nothing may look at several columns (a norm, a running sum, the k largest): a block has only some."""
+    seen, stack = set[Use](), list(ends)
+    while stack:
+        use = stack.pop()
+        use = region.repeated.get(use, use)
+        if use in seen or use not in region.interior:
+            continue
+        seen.add(use)
+        relation = rule(use[0]).relation(use[0])
+        for i, x in enumerate(operands(use[0])):
+            below = region.reads[(use, i)]
+            stack.append(below)
+            col = below[1].col
+            if col is None or shape(x)[col] != region.columns:
+                continue
+            out = relation.forward(i, Shard(col, Layout(region.columns, ((),))))
+            if not isinstance(out, Shard) or out.merged or out.dim != use[1].col:
+                raise NotASoftmax(f"{use[0].target} looks at several of its columns at once")
+
+
+def _form(region: Region) -> Form:
     node, me = region.closing, (region.closing, region.axes)
     if node.target is SDPA:
         dropped = argument(node, "dropout_p", 0.0)

@@ -76,7 +76,8 @@ _PROGRAMS: dict[str, RowProgram] = {}  # a custom op takes strings, not callable
 
 def register(program: RowProgram) -> str:
     """The name under which `asp::attend` finds `program`; equal programs share one."""
-    text = repr((program.key, program.row_dims, program.col_dims, program.out_dim, program.blocks, program.autocast))
+    p = program
+    text = repr((p.key, p.row_dims, p.col_dims, p.out_dim, p.blocks, p.differentiable, p.autocast))
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
     _PROGRAMS[name] = program
     return name

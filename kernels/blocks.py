@@ -146,7 +146,8 @@ _PROGRAMS: dict[str, BlockProgram] = {}  # a custom op takes strings, not callab
 def register(program: BlockProgram) -> str:
     """The name under which `asp::block_attention` finds `program`; equal programs share one."""
     p = program
-    text = (p.key, p.carriers, p.row_dims, p.col_dims, p.out_shape, p.dtype, p.route.key, p.sight.key, p.per_batch, p.autocast)
+    shapes = p.carriers, p.row_dims, p.col_dims, p.differentiable, p.out_shape, p.lse_shape, p.dtype
+    text = (p.key, *shapes, p.flash is None, p.route.key, p.sight.key, p.per_batch, p.autocast)
     name = hashlib.sha256(repr(text).encode()).hexdigest()[:24]
     _PROGRAMS.setdefault(name, program)
     return name
@@ -292,8 +293,9 @@ def _post(schedule: Schedule, route: Route, work: Work, coming: int | None, gone
             receives += [(x, helper) for x in flight.results[-1][1].tensors]
     if sends or receives:
         group = _group(route.group)
-        ops = [dist.P2POp(dist.isend, x, group=group, group_peer=route.ring[to]) for x, to in sends]
-        ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=route.ring[of]) for x, of in receives]
+        # Receives first: gloo announces them on the pair's one socket, behind whatever was sent before.
+        ops = [dist.P2POp(dist.irecv, x, group=group, group_peer=route.ring[of]) for x, of in receives]
+        ops += [dist.P2POp(dist.isend, x, group=group, group_peer=route.ring[to]) for x, to in sends]
         flight.requests = dist.batch_isend_irecv(ops)
         flight.sending = [x for x, _ in sends]
     return flight

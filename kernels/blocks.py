@@ -31,13 +31,20 @@ Carrier = Literal["row", "col", "whole"]  # travels with queries, travels with k
 
 @dataclass(frozen=True)
 class Flash:
-    """scaled_dot_product_attention, whose scores need not be written out: `operands(rows, columns, *leaves)` gives
-    ((q, k, v), mask) of a tile. direct: the leaves that q, k and v are, where they are leaves.
+    """scaled_dot_product_attention, whose scores need not be written out: `operands(rows, columns, *leaves)` gives (q, k, v) of a
+    tile, and `masked` ((q, k, v), mask), for tiles in which the mask must be looked at: others may be too large to have one.
+    direct: the leaves that q, k and v are, where they are leaves.
     """
 
     operands: Callable[..., Any]
+    masked: Callable[..., Any]
     scale: float | None
     direct: tuple[int, ...] | None
+
+    def of(self, tile: Tile, cut: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
+        """((q, k, v), mask) of a tile."""
+        high, wide = _span(tile)
+        return self.masked(high, wide, *cut) if tile.kind == "mask" else (self.operands(high, wide, *cut), None)
 
 
 @dataclass(frozen=True)
@@ -342,8 +349,8 @@ class _Forward(Work):
 def _attend(program: BlockProgram, tile: Tile, cut: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     kernel, (high, wide) = program.flash, _span(tile)
     if kernel is not None:
-        (q, k, v), mask = kernel.operands(high, wide, *cut)
-        return flash.forward(q, k, v, tile.kind == "causal", mask if tile.kind == "mask" else None, kernel.scale)
+        (q, k, v), mask = kernel.of(tile, cut)
+        return flash.forward(q, k, v, tile.kind == "causal", mask, kernel.scale)
     (scores, values), keep = program.run(high, wide, *cut)
     scores = scores.to(flash.accumulator(scores.dtype))
     top = scores.amax(-1) if wide else scores.new_full(scores.shape[:-1], -torch.inf)
@@ -460,11 +467,11 @@ def _pulled(
         leaves = list(cut)
         for i, leaf in zip(program.differentiable, wanted, strict=True):
             leaves[i] = leaf
-        out, also = (kernel.operands if kernel else program.run)(high, wide, *leaves)
+        out, also = kernel.of(tile, leaves) if kernel else program.run(high, wide, *leaves)
         return out, () if also is None else (also,)
 
     if kernel is not None and kernel.direct is not None:
-        (q, k, v), mask = kernel.operands(high, wide, *cut)
+        (q, k, v), mask = kernel.of(tile, cut)
         return dict(zip(kernel.direct, _kernel_backward(kernel, tile, grad, q, k, v, lse, delta, mask), strict=True))
     # A custom op runs below autograd; `torch.func.vjp` brings its own.
     out, pull, also = torch.func.vjp(of, *(cut[i] for i in program.differentiable), has_aux=True)

@@ -262,7 +262,12 @@ class _Lowering:
             return None
         (qkv, _), places = graph.output_node().args[0], [n for n in graph.nodes if n.op == "placeholder"][2:]  # type: ignore[misc]
         direct = tuple(places.index(x) for x in qkv) if all(x in places for x in qkv) else None
-        return blocks.Flash(fx.GraphModule(torch.nn.Module(), graph), argument(node, "scale"), direct)
+        alone, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+        alone.graph_copy(graph, copied)
+        alone.output(tuple(copied[x] for x in qkv))
+        alone.eliminate_dead_code()
+        modules = (fx.GraphModule(torch.nn.Module(), g) for g in (alone, graph))
+        return blocks.Flash(*modules, argument(node, "scale"), direct)
 
     def _shapes(self, heads: Heads, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of the result and its log-sum-exp: [*batch, my rows, D_v] and [*batch, my rows]."""

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from autosp.kernels import blocks
 from autosp.parallelizer import tracing
 from autosp.passes import recognise
 from autosp.passes.lower import Spread
@@ -32,11 +33,15 @@ class Traced:
         """Bytes this rank sends in graph 0 (forward) or 1 (backward), by collective.
 
         A gather sends its shard to each other rank, a reduce-scatter one shard for each other rank, an all-to-all what its
-        split sizes say less its own part, an all-reduce 2(P-1)/P of its value.
+        split sizes say less its own part, an all-reduce 2(P-1)/P of its value. Blocks of attention are the mean over ranks.
         """
         sent: Counter[str] = Counter()
         for node in self.nodes(graph):
             name = getattr(getattr(node.target, "_schema", None), "name", "")
+            if name.startswith("asp::block_attention"):
+                back = name.endswith("backward")
+                leaves = [x.meta["val"] for x in node.args[4 if back else 0]]  # type: ignore[union-attr]
+                sent["blocks"] += blocks.traffic(str(node.args[6 if back else 2]), leaves)[back]
             if not name.startswith("_c10d_functional::") or "wait" in name:
                 continue
             x: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]

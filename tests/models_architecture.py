@@ -278,6 +278,15 @@ class DropoutMix(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
 
 
+class DropoutWeights(nn.Module):
+    """Attention spelled out, with dropout of its weights."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        position = torch.arange(q.shape[-2], device=q.device)
+        scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(position[None, :] > position[:, None], float("-inf"))
+        return F.dropout(scores.softmax(dim=-1), p=0.1, training=self.training) @ v
+
+
 def padded_tokens(seq_len: int, batch: int, dtype: torch.dtype) -> Inputs:
     """mask: [batch, seq], true on tokens; each row is padded by a different length."""
     lengths = (seq_len - seq_len // 8 * torch.arange(1, batch + 1)).clamp(min=1)
@@ -314,4 +323,5 @@ MODELS: dict[str, Build] = {
 DROPOUT_MODELS: dict[str, Build] = {
     "dropout_mlp": build(lambda s: LanguageModel(Dropout())),
     "dropout_attention": build(lambda s: LanguageModel(Dropout(lambda: Attention(DropoutMix())))),
+    "dropout_weights": build(lambda s: LanguageModel(Dropout(lambda: Attention(DropoutWeights()), layers=1))),
 }

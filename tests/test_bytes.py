@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from conftest import FULL
 from lowered import trace
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from autosp.cost_model.plan import Plan
 from autosp.cost_model.volumes import COSTS, Attention
 
-RANKS, SEQ, BATCH, HEAD_DIM = 4, 8192, 1, 16
+RANKS, SEQ, BATCH, HEAD_DIM, WIDE = 4, 8192, 1, 16, 320
 
 
 class OneAttention(nn.Module):
-    """q, k, v projections, one causal attention, a mean: nothing else that communicates."""
+    """q, k, v projections, one attention, a mean: nothing else that communicates. mask: "causal", "none" or a window's width.
 
-    def __init__(self, heads: int, kv_heads: int) -> None:
+    What keys and values are projected from is wider than they are, so that it does not travel in their place.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, mask: str | int = "causal") -> None:
         super().__init__()
-        self.embed = nn.Embedding(7, 32)
-        self.heads, self.kv_heads = heads, kv_heads
-        self.q = nn.Linear(32, heads * HEAD_DIM, bias=False)
-        self.k = nn.Linear(32, kv_heads * HEAD_DIM, bias=False)
-        self.v = nn.Linear(32, kv_heads * HEAD_DIM, bias=False)
+        self.embed = nn.Embedding(7, WIDE)
+        self.heads, self.kv_heads, self.mask = heads, kv_heads, mask
+        self.q = nn.Linear(WIDE, heads * HEAD_DIM, bias=False)
+        self.k = nn.Linear(WIDE, kv_heads * HEAD_DIM, bias=False)
+        self.v = nn.Linear(WIDE, kv_heads * HEAD_DIM, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+        x, seen = self.embed(ids), None
         q, k, v = (f(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads).square().mean()
+        if isinstance(self.mask, int):
+            position = torch.arange(ids.shape[1])
+            offset = position[None, :] - position[:, None]
+            seen = (offset <= 0) & (offset > -self.mask)
+        grouped = self.heads != self.kv_heads
+        return scaled_dot_product_attention(q, k, v, seen, is_causal=self.mask == "causal", enable_gqa=grouped).square().mean()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (8, 1)])
@@ -68,6 +80,79 @@ def test_the_plan_of_a_whole_model_counts_what_its_graphs_send(strategy: str) ->
     assert sum(c.bytes_backward for c in plan.collectives) == sum(backward.values())
     parameters = sum(p.nbytes for p in _llama(8, layers=2)[0].parameters())
     assert backward["all-reduce"] == 2 * (RANKS - 1) * parameters // RANKS
+
+
+WINDOW = 50
+HEADS = ((8, 8), (8, 2), (8, 1))
+MASKS: tuple[str | int, ...] = ("none", "causal", WINDOW)
+
+
+def sizes() -> list[tuple[int, str | int, tuple[int, int]]]:
+    """(ranks, mask, heads); without `FULL` each pair of two of them once."""
+    ranks = (2, 4, 8)
+    if FULL:
+        return list(itertools.product(ranks, MASKS, HEADS))
+    return [(p, m, HEADS[(i + j) % 3]) for i, p in enumerate(ranks) for j, m in enumerate(MASKS)]
+
+
+def one_site(strategy: str, ranks: int, mask: str | int, heads: tuple[int, int]) -> Plan:
+    ids = torch.zeros(BATCH, 768, dtype=torch.long)
+    return trace(OneAttention(*heads, mask), {"ids": ids}, ranks, ranks - 1, backward=False, strategy=strategy).compiled.plan
+
+
+@pytest.mark.parametrize("strategy", sorted(COSTS))
+def test_a_site_is_priced_at_what_its_collectives_send(strategy: str) -> None:
+    """Sizes that divide. What rings move under a window, to level the work, is a linear program's answer and no formula."""
+    more = [(6, m, (6, h)) for m, h in zip(MASKS, (6, 2, 1), strict=True)] if strategy == "ring-a2a" else []
+    for ranks, mask, heads in [*sizes(), *more]:
+        if strategy == "halo" and mask != WINDOW:
+            continue
+        plan = one_site(strategy, ranks, mask, heads)
+        (site,), own = plan.sites, [c for c in plan.collectives if c.op not in ("sync", "psum")]
+        sent = sum(c.bytes_forward for c in own), sum(c.bytes_backward for c in own)
+        priced = site.bytes_forward, site.bytes_backward
+        assert site.strategy == strategy and priced == COSTS[strategy](attention(strategy, ranks, mask, heads)), site
+        if mask != WINDOW or strategy not in ("ring", "balanced-ring", "ring-a2a"):
+            assert priced == sent, (ranks, mask, heads, own)
+
+
+def attention(strategy: str, ranks: int, mask: str | int, heads: tuple[int, int]) -> Attention:
+    before, after = {"none": (None, None), "causal": (768, 0)}.get(str(mask), (WINDOW - 1, 0))
+    even = [u for u in range(2, ranks) if ranks % u == 0 and heads[1] % u == 0]
+    inner = (max(even) if even else 2) if strategy == "ring-a2a" else 1
+    return Attention(BATCH, *heads, 768, 768, HEAD_DIM, HEAD_DIM, 4, ranks, before, after, inner)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("heads", HEADS)
+def test_formulas_of_rings(ranks: int, heads: tuple[int, int]) -> None:
+    """The anchors' formulas; what they leave out is the block half way, split in two, and its statistics."""
+    u_q, u_k = (BATCH * 768 // ranks * h * HEAD_DIM * 4 for h in heads)
+    stats = BATCH * 768 // ranks * heads[0] * 4
+    sized = {m: attention("ring", ranks, m, heads) for m in MASKS}
+    assert COSTS["ring"](sized["none"]) == (2 * (ranks - 1) * u_k, 4 * (ranks - 1) * u_k)
+    assert COSTS["ring"](sized["causal"]) == (3 * (ranks - 1) * u_k // 2, 3 * (ranks - 1) * u_k)
+    shares, moved = (3 * ranks - 2) / 4, ranks / 8  # of 2 U_k each way, and of a shard's rows
+    forward = shares * u_k + moved * (2 * u_q + stats)
+    backward = 2 * shares * u_k + moved * (3 * u_q + 2 * stats)
+    assert COSTS["balanced-ring"](sized["causal"]) == (forward, backward)
+    reached = sum(min(WINDOW - 1, r * 768 // ranks) for r in range(ranks)) / ranks
+    kv = 2 * heads[1] * HEAD_DIM * 4
+    assert COSTS["halo"](sized[WINDOW]) == (round(reached * kv), round(2 * reached * kv))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_and_results_travel_in_the_accumulators_type(dtype: torch.dtype) -> None:
+    """dK and dV come back in float32 whatever the inputs are: summed in bfloat16 their error would grow with the ranks."""
+    ids = torch.zeros(BATCH, 512, dtype=torch.long)
+    for strategy in ("ring", "balanced-ring", "ring-a2a"):
+        plan = trace(OneAttention(8, 2).to(dtype), {"ids": ids}, RANKS, strategy=strategy).compiled.plan
+        own = [c for c in plan.collectives if c.op not in ("sync", "psum")]
+        (site,) = plan.sites
+        assert site.bytes_forward == sum(c.bytes_forward for c in own)
+        assert site.bytes_backward == sum(c.bytes_backward for c in own)
+        if strategy == "ring":
+            assert site.bytes_backward == site.bytes_forward * (1 + 4 // dtype.itemsize)
 
 
 def test_uneven_sizes_are_counted_as_they_are_sent() -> None:

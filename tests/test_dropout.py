@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from direct import Lowered
 from models import DROPOUT_MODELS, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,13 +39,40 @@ def same(a: Run, b: Run) -> bool:
     return relative_error(torch.tensor(a[0]), torch.tensor(b[0]), 0.0) < 1e-6 and distance(a[1], b[1]) < EXACT
 
 
-@pytest.mark.parametrize("name", DROPOUT_MODELS)
-def test_the_seed_decides_on_any_number_of_ranks_and_in_any_strategy(pool: Pool, name: str) -> None:
+@pytest.mark.parametrize("name", ["dropout_mlp", "dropout_attention"])
+def test_the_seed_decides_on_any_number_of_ranks(pool: Pool, name: str) -> None:
     alone = pool.run(run, name, (3, 3, 4), on=1)[0]
     assert same(alone[0], alone[1]) and not same(alone[0], alone[2])
-    for on, strategy in ((3, "all-to-all"), (4, "gather-kv")):
-        for results in pool.run(run, name, (3, 4), strategy, on=on):
-            assert same(results[0], alone[0]) and same(results[1], alone[2]), (on, strategy)
+    for results in pool.run(run, name, (3, 4), "ring", on=2):
+        assert same(results[0], alone[0]) and same(results[1], alone[2])
+
+
+STRATEGIES = ("all-to-all", "gather-kv", "ring", "balanced-ring", "ring-a2a")
+
+
+def under_every_strategy(mesh: DeviceMesh, name: str, seeds: tuple[int, ...]) -> dict[str, list[Run]]:
+    model, inputs = DROPOUT_MODELS[name](33, 2, torch.float64)
+    lowered, found = Lowered(model, mesh, STRATEGIES), {}
+    for strategy in STRATEGIES:
+        lowered.strategy, found[strategy] = strategy, []
+        for lowered.seed in seeds:
+            model.zero_grad()
+            loss = loss_of(lowered(**inputs))
+            loss.backward()
+            found[strategy].append((loss.item(), {k: g.clone() for k, g in gradients(model).items()}))
+        assert {site.strategy for site in lowered.plan.sites} == {strategy}
+    return found
+
+
+@pytest.mark.parametrize("name", DROPOUT_MODELS)
+def test_the_same_weights_are_dropped_by_every_strategy(pool: Pool, name: str) -> None:
+    """Whoever computes a block, of whosever queries and keys: dropout knows a weight by its head, row and column."""
+    expected = pool.run(under_every_strategy, name, (3, 4), on=1)[0]["all-to-all"]
+    assert not same(*expected)
+    for ranks in (1, 2, 3, 4):
+        for found in pool.run(under_every_strategy, name, (3, 4), on=ranks):
+            for strategy, runs in found.items():
+                assert same(runs[0], expected[0]) and same(runs[1], expected[1]), (ranks, strategy)
 
 
 def seeds_of_ranks(mesh: DeviceMesh) -> list[Run]:

@@ -125,7 +125,7 @@ def test_token_local_is_its_function_and_differentiates() -> None:
 
 
 def test_token_local_keeps_the_strides_it_promised() -> None:
-    """Code compiled around the operator reads its results by the strides of the fake kernel, whatever those of the function are."""
+    """Code compiled around the operator reads results by the strides of the fake kernel, whatever those of the function are."""
     token_local.register("transposed", lambda x, w: (w.mT @ x.mT).mT)
     x, w = torch.randn(5, 3), torch.randn(3, 3).t()
     out = torch.ops.asp.token_local([x], [w], "transposed")

@@ -40,10 +40,20 @@ def two_axes(mesh: DeviceMesh, name: str, strategy: str | None) -> tuple[float, 
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"), [("nanogpt_sdpa", None), ("gqa_sdpa", "gather-kv"), ("moe", None), ("cls", None), ("unknown_fft", None)]
+    ("name", "strategy"),
+    [
+        ("nanogpt_sdpa", "ring"),
+        ("gqa_sdpa", "gather-kv"),
+        ("sdpa_window", "halo"),
+        ("sdpa_bool_mask", "balanced-ring"),
+        ("moe", None),
+        ("cls", None),
+        ("unknown_fft", None),
+    ],
 )
 def test_gradients_are_summed_over_sp_and_averaged_over_dp(pool: Pool, name: str, strategy: str | None) -> None:
-    """`moe` has means over tokens, `cls` a head that every rank computes whole, `unknown_fft` a replicated layer."""
+    """`moe` has means over tokens, `cls` a head that every rank computes whole, `unknown_fft` a replicated layer. Ranks of the
+    second group have other numbers in the world than in their ring."""
     for loss_error, error, collectives in pool.run(two_axes, name, strategy, on="2x2"):
         assert loss_error < EXACT and error < EXACT
         buckets = sum(c.count for c in collectives if c.op == "sync")

@@ -2,55 +2,91 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from conftest import FULL
+from direct import Lowered
 from torch.distributed.device_mesh import DeviceMesh
 
 import autosp
-from autosp import zoo
+from autosp import check, zoo
 from autosp.check import Report, check_on_rank
 from autosp.model_spec import ModelSpec
+from autosp.reference import Float64, call, loss_of
 from pool import Pool
 
-STRATEGIES = ("all-to-all", "gather-kv")
+STRATEGIES = ("all-to-all", "gather-kv", "ring", "balanced-ring", "ring-a2a", "halo")
 LENGTHS = (96, 101)
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+WINDOWED = ("mistral", "phi3", "qwen3", "gemma2", "gemma3_text", "gpt_oss")  # some layers at least
 
 
-def cases() -> list[tuple[str, int, int, str]]:
-    """Every family with every rank count, length and strategy; without `FULL` a subset that has each pair of them.
-
-    The subset: each family on 2 and 4 ranks or on 3 and 4 in turn, once with either strategy and either length; and
-    each family once on one rank in the full matrix only, except llama.
-    """
+def every_strategy() -> list[tuple[str, int, int]]:
+    """(family, ranks, length). Each family once, on 3 or 4 ranks in turn."""
     if FULL:
-        return [(f, r, s, k) for f in zoo.FAMILIES for r in (1, 2, 3, 4) for s in LENGTHS for k in STRATEGIES]
-    few = [("llama", 1, 101, "all-to-all")]
-    for i, family in enumerate(zoo.FAMILIES):
-        first, second = STRATEGIES if i % 2 else STRATEGIES[::-1]
-        few += [(family, 3 if i % 4 < 2 else 2, 101, first), (family, 4, LENGTHS[(i // 2) % 2], second)]
-    return few
+        return [(f, r, s) for f in zoo.FAMILIES for r in (1, 2, 3, 4) for s in LENGTHS]
+    return [(family, 3 + i % 2, LENGTHS[i // 2 % 2]) for i, family in enumerate(zoo.FAMILIES)]
 
 
-def check(mesh: DeviceMesh, family: str, length: int, strategy: str) -> Report:
+def run_all(mesh: DeviceMesh, family: str, length: int) -> dict[str, tuple[float, Any]]:
+    """By strategy: the largest relative error of loss, gradients and buffers on this rank, and the plan."""
+    build = ModelSpec(family, length)
+    module, inputs = build(0)
+    reference = check._shared_reference(build, 1, mesh)
+    lowered, found = Lowered(module, mesh, STRATEGIES), {}
+    for strategy in STRATEGIES:
+        lowered.strategy = strategy
+        module.zero_grad()
+        torch.manual_seed(0)
+        with Float64() if reference.casts else contextlib.nullcontext():
+            loss = loss_of(call(lowered, inputs))
+        loss.backward()
+        found[strategy] = max(check._errors(module, loss, reference, 0, 1).values()), lowered.plan
+    return found
+
+
+@pytest.mark.parametrize(("family", "ranks", "length"), every_strategy())
+def test_families_are_exact_under_every_strategy(pool: Pool, family: str, ranks: int, length: int) -> None:
+    everyone = pool.run(run_all, family, length, on=ranks, timeout=280)
+    tolerance = check.GRAD_TOLERANCE[zoo.default_dtype(family)]
+    assert {s: e for rank in everyone for s, (e, _) in rank.items() if not e <= tolerance} == {}
+    for strategy, (_, plan) in everyone[0].items():
+        taken = {site.strategy for site in plan.sites}
+        if strategy == "halo":
+            assert "halo" in taken or family not in WINDOWED, (family, plan)
+        else:
+            assert strategy in taken and all(site.strategy == strategy or site.note for site in plan.sites), (family, plan)
+        if family in EXPERTS:
+            assert plan.fallbacks == (), "expert dispatch is token-local: nothing is gathered for it"
+
+
+def compiled() -> list[tuple[str, int, int, str]]:
+    """(family, ranks, length, strategy). Each family once on 2 ranks, strategies in turn, and llama on one."""
+    turns = ("ring", "all-to-all", "balanced-ring", "gather-kv", "ring-a2a")
+    if FULL:
+        return [(f, r, s, k) for f in zoo.FAMILIES for r in (2, 3) for s in LENGTHS for k in STRATEGIES[:5]]
+    few = [("llama", 1, 101, "ring")]
+    return few + [(f, 2, LENGTHS[i % 2], turns[i % len(turns)]) for i, f in enumerate(zoo.FAMILIES)]
+
+
+def run(mesh: DeviceMesh, family: str, length: int, strategy: str) -> Report:
     return check_on_rank(ModelSpec(family, length), mesh, strategy=strategy)
 
 
-@pytest.mark.parametrize(("family", "ranks", "length", "strategy"), cases())
+@pytest.mark.parametrize(("family", "ranks", "length", "strategy"), compiled())
 def test_family_is_exact(pool: Pool, family: str, ranks: int, length: int, strategy: str) -> None:
-    report = pool.run(check, family, length, strategy, on=ranks, timeout=280)[0]
+    """The whole way, through PyTorch's partitioner."""
+    report = pool.run(run, family, length, strategy, on=ranks, timeout=280)[0]
     assert report.verdict == "exact", report
     assert report.sites and ranks == report.ranks
-    if family in EXPERTS:
-        assert report.fallbacks == (), "expert dispatch is token-local: nothing is gathered for it"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "t5"])
-def test_family_is_exact_with_data_parallel_groups(pool: Pool, family: str) -> None:
-    report = pool.run(check, family, 101, "all-to-all", on="2x2", timeout=280)[0]
+@pytest.mark.parametrize(("family", "strategy"), [("llama", "all-to-all"), ("mistral", "balanced-ring"), ("t5", "ring")])
+def test_family_is_exact_with_data_parallel_groups(pool: Pool, family: str, strategy: str) -> None:
+    report = pool.run(run, family, 101, strategy, on="2x2", timeout=280)[0]
     assert report.verdict == "exact" and report.mesh == "dp=2,sp=2", report
 
 

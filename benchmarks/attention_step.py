@@ -44,7 +44,8 @@ import autosp
 from autosp.kernels import flash
 from autosp.kernels.comm import take
 from autosp.kernels.layout import Layout, contiguous, head_tail
-from autosp.kernels.schedule import Causal, Tile, Tiling, owner_computes
+from autosp.kernels.schedule import Tile, Tiling, owner_computes
+from autosp.kernels.sight import Causal
 
 aten = torch.ops.aten
 SEQ, HEADS, HEAD_DIM = 4096, 8, 64

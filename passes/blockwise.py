@@ -17,7 +17,9 @@ from torch import fx
 
 from ..kernels import attend, blocks, comm, flash, random
 from ..kernels.layout import Layout, contiguous, head_tail, kv_heads, split
-from ..kernels.schedule import Grid, Schedule, Tiling, balanced, level_by_layout, members, owner_computes
+from ..kernels.schedule import Schedule, Tiling, balanced, level_by_layout, members, owner_computes
+from ..kernels.sight import Grid
+from ..kernels.travel import Route
 from .detect import Region, Use
 from .form import Form, NotASoftmax, form
 from .latent import narrowed
@@ -183,7 +185,7 @@ class _Lowering:
             values.append(b.seed() if what == "seed" else b.call(random.positions, whole, region.closing.meta["val"].device))
         kernel = self._flash(kernel_graph)
         rows, columns = members(region.row, self.inner), members(self.columns, self.inner)
-        route = blocks.Route(
+        route = Route(
             self.strategy.make,
             rows,
             columns,
@@ -266,8 +268,8 @@ class _Lowering:
         alone.graph_copy(graph, copied)
         alone.output(tuple(copied[x] for x in qkv))
         alone.eliminate_dead_code()
-        modules = (fx.GraphModule(torch.nn.Module(), g) for g in (alone, graph))
-        return blocks.Flash(*modules, argument(node, "scale"), direct)
+        taken, masked = (fx.GraphModule(torch.nn.Module(), g) for g in (alone, graph))
+        return blocks.Flash(taken, masked, argument(node, "scale"), direct)
 
     def _shapes(self, heads: Heads, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of the result and its log-sum-exp: [*batch, my rows, D_v] and [*batch, my rows]."""

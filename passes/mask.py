@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ..kernels.layout import Layout
-from ..kernels.schedule import Causal, Everything, Grid, Sight
+from ..kernels.sight import Causal, Everything, Grid, Sight
 from .bounds import BROADCASTS, CONJUNCTIONS, Bounds, Cells, limit
 from .capture import Captured
 from .detect import SDPA, Region, Use

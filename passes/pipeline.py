@@ -13,7 +13,7 @@ from ..cost_model.plan import Fallback, Plan, Rejected, Site
 from ..cost_model.volumes import COSTS, Attention
 from ..kernels.errors import AutospError
 from ..kernels.layout import Layout, contiguous, head_tail
-from ..kernels.schedule import Causal, Everything
+from ..kernels.sight import Causal, Everything
 from . import detect, facts, place
 from .capture import Captured, capture, source_line
 from .count import collectives

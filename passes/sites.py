@@ -14,7 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..kernels import attend, comm, random
 from ..kernels.layout import Interval, Layout, kv_heads, split
-from ..kernels.schedule import STRIP_ROWS, Causal, Everything, Grid, Sight, placed
+from ..kernels.schedule import STRIP_ROWS, placed
+from ..kernels.sight import Causal, Everything, Grid, Sight
 from .detect import SDPA, Axes, Region, Use
 from .facts import Facts, is_float
 from .mask import BatchSight, Sights

@@ -13,18 +13,15 @@ from hypothesis import strategies as st
 from autosp.kernels.layout import Intervals, Layout, contiguous, head_tail, size
 from autosp.kernels.schedule import (
     STRIP_ROWS,
-    Causal,
-    Everything,
-    Grid,
     Job,
     Schedule,
-    Sight,
     Tile,
     Tiling,
     balanced,
     members,
     owner_computes,
 )
+from autosp.kernels.sight import Causal, Everything, Grid, Sight
 
 FLASH = Tiling(True, 1 << 30)
 Make = Callable[[Sight, Layout, Layout, Tiling], Schedule]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import autosp
-from autosp.kernels import blocks, flash
+from autosp.kernels import flash, travel
 from pool import Pool
 
 STRATEGIES = ("ring", "balanced-ring", "ring-a2a", "halo")
@@ -41,7 +41,7 @@ class Watch:
         self._wrap(dist, "batch_isend_irecv", self._post)
         self._wrap(flash, "forward", lambda run, *a: self._kernel(run, "forward", *a))
         self._wrap(flash, "backward", lambda run, *a: self._kernel(run, "backward", *a))
-        self._wrap(blocks, "receive_buffer", self._buffer)
+        self._wrap(travel, "receive_buffer", self._buffer)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,0 +1,125 @@
+"""What rows see of the columns: the three answers a schedule asks for, whatever the mask is."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from .layout import Interval
+
+
+class Sight(Protocol):
+    """Which columns rows see; all intervals are of global positions."""
+
+    @property
+    def key(self) -> str:
+        """Equal for equal sights."""
+        ...
+
+    def seen(self, rows: Interval, cols: Interval) -> Interval:
+        """The part of `cols` outside which `rows` certainly see nothing; empty if they see nothing at all."""
+        ...
+
+    def every(self, rows: Interval, cols: Interval) -> bool:
+        """Certainly every pair is visible, and no mask changes its score."""
+        ...
+
+    def pairs(self, rows: Interval, cols: Interval) -> float:
+        """How many pairs are visible, as far as is known."""
+        ...
+
+
+@dataclass(frozen=True)
+class Everything:
+    """No mask."""
+
+    key = "everything"
+
+    def seen(self, rows: Interval, cols: Interval) -> Interval:
+        return cols
+
+    def every(self, rows: Interval, cols: Interval) -> bool:
+        return True
+
+    def pairs(self, rows: Interval, cols: Interval) -> float:
+        return float((rows[1] - rows[0]) * (cols[1] - cols[0]))
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Row i sees column j if j <= i, and nothing else masks it."""
+
+    key = "causal"
+
+    def seen(self, rows: Interval, cols: Interval) -> Interval:
+        return (cols[0], max(cols[0], min(cols[1], rows[1])))
+
+    def every(self, rows: Interval, cols: Interval) -> bool:
+        return cols[1] - 1 <= rows[0]
+
+    def pairs(self, rows: Interval, cols: Interval) -> float:
+        def below(row: int) -> int:  # pairs of rows [0, row) and columns of the interval
+            over = max(0, row - cols[0])
+            wide = cols[1] - cols[0]
+            return over * (over + 1) // 2 if over <= wide else wide * (wide + 1) // 2 + (over - wide) * wide
+
+        return float(below(rows[1]) - below(rows[0]))
+
+
+class Grid:
+    """Any mask, known on a grid of cells: 0 nothing of the cell is visible, 1 something may be, 2 everything is.
+
+    row_cuts: [m + 1] and col_cuts: [n + 1] positions, cells: int8 [m, n]. A cell that is known in part counts half its pairs.
+    """
+
+    def __init__(self, row_cuts: np.ndarray, col_cuts: np.ndarray, cells: np.ndarray) -> None:
+        self._rows, self._cols, self.cells = row_cuts, col_cuts, cells
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(b"".join(x.tobytes() for x in (self._rows, self._cols, self.cells))).hexdigest()
+
+    @property
+    def band(self) -> tuple[int, int]:
+        """How far before and after itself some row sees."""
+        i, j = np.nonzero(self.cells)
+        if not len(i):
+            return 0, 0
+        before, after = (self._rows[i + 1] - 1 - self._cols[j]).max(), (self._cols[j + 1] - 1 - self._rows[i]).max()
+        return max(0, int(before)), max(0, int(after))
+
+    def of(self, cells: np.ndarray) -> Grid:
+        """Other cells between the same cuts; int8, in any shape."""
+        return Grid(self._rows, self._cols, cells.reshape(self.cells.shape))
+
+    def _cells(self, rows: Interval, cols: Interval) -> tuple[np.ndarray, int, int]:
+        a, b = _around(self._rows, rows)
+        c, d = _around(self._cols, cols)
+        return self.cells[a:b, c:d], a, c
+
+    def seen(self, rows: Interval, cols: Interval) -> Interval:
+        cells, _, c = self._cells(rows, cols)
+        hit = np.flatnonzero((cells > 0).any(0))
+        if not len(hit):
+            return (cols[0], cols[0])
+        return max(cols[0], int(self._cols[c + hit[0]])), min(cols[1], int(self._cols[c + hit[-1] + 1]))
+
+    def every(self, rows: Interval, cols: Interval) -> bool:
+        return bool((self._cells(rows, cols)[0] == 2).all())
+
+    def pairs(self, rows: Interval, cols: Interval) -> float:
+        cells, a, c = self._cells(rows, cols)
+        high = np.diff(np.clip(self._rows[a : a + cells.shape[0] + 1], *rows))
+        wide = np.diff(np.clip(self._cols[c : c + cells.shape[1] + 1], *cols))
+        exact = (high[:, None] == 1) & (wide[None, :] == 1)  # a single pair is visible or not
+        return float((np.where(exact & (cells > 0), 2, cells) * 0.5 * high[:, None] * wide[None, :]).sum())
+
+
+def _around(cuts: np.ndarray, interval: Interval) -> tuple[int, int]:
+    """The cells that touch an interval."""
+    if interval[0] >= interval[1]:
+        return 0, 0
+    return int(np.searchsorted(cuts, interval[0], "right")) - 1, int(np.searchsorted(cuts, interval[1], "left"))

@@ -19,7 +19,8 @@ class Attention:
 
     Row i sees at most the columns [i − before, i + after]: (T, 0) is causal, (W − 1, 0) a window, None no limit.
     `inner` ranks exchange heads in ring × all-to-all. `latent` is the bytes of one position's keys and values where they travel
-    as something smaller that they are computed from (0: they do not). `accumulator` is the bytes of a number that is summed up.
+    as something smaller that they are computed from (0: they do not). `moved` is how many rows and columns are sent over all
+    ranks, where that has been counted on the mask at hand. `accumulator` is the bytes of a number that is summed up.
     """
 
     batch: int
@@ -35,6 +36,7 @@ class Attention:
     after: int | None = None
     inner: int = 1
     latent: int = 0
+    moved: tuple[int, int] | None = None
 
     @property
     def accumulator(self) -> int:
@@ -73,16 +75,21 @@ def _needed(a: Attention, rows: Sequence[tuple[int, int]], cols: Sequence[tuple[
     return total
 
 
-def _owner_computes(a: Attention, hold: Callable[[int, int], Runs], ranks: int) -> Fraction:
+def _owner_computes(a: Attention, hold: Callable[[int, int], Runs], ranks: int) -> int:
     """Columns sent by all ranks together, where everyone computes its own rows."""
     rows, cols = hold(a.q_seq, ranks), hold(a.kv_seq, ranks)
-    return Fraction(sum(_needed(a, rows[i], cols[j]) for i in range(ranks) for j in range(ranks) if i != j))
+    return sum(_needed(a, rows[i], cols[j]) for i in range(ranks) for j in range(ranks) if i != j)
 
 
-def _both_ways(a: Attention, columns: Fraction, kv_bytes: int) -> tuple[int, int]:
-    """Keys and values travel forward; backward again, and their gradients, in the accumulator's type, the other way."""
-    forward = columns * kv_bytes / a.ranks
-    return round(forward), round(forward + forward * a.accumulator / a.itemsize)
+def _both_ways(a: Attention, rows: int, columns: int, kv_bytes: int) -> tuple[int, int]:
+    """Keys and values of `columns`, queries of `rows` and their results travel forward; backward the same with the cotangent
+    and two statistics in place of the results, and gradients, in the accumulator's type, the other way."""
+    query, statistic = a.batch * a.q_heads * a.head_dim, a.batch * a.q_heads * a.accumulator
+    out = a.batch * a.q_heads * a.value_dim
+    forward = columns * kv_bytes + rows * (query * a.itemsize + out * a.accumulator + statistic)
+    gradients = Fraction(columns * kv_bytes * a.accumulator, a.itemsize) + rows * query * a.accumulator
+    backward = columns * kv_bytes + rows * (query * a.itemsize + out * a.itemsize + 2 * statistic) + gradients
+    return round(Fraction(forward, a.ranks)), round(backward / a.ranks)
 
 
 def all_to_all(a: Attention) -> tuple[int, int]:
@@ -112,12 +119,12 @@ def gather_kv(a: Attention) -> tuple[int, int]:
 
 def ring(a: Attention) -> tuple[int, int]:
     """2(P−1)U_k forward without a mask, 1.5(P−1)U_k under a causal one; backward the same and dK, dV back."""
-    return _both_ways(a, _owner_computes(a, _head_tail, a.ranks), a.kv_bytes)
+    return _both_ways(a, *(a.moved or (0, _owner_computes(a, _head_tail, a.ranks))), a.kv_bytes)
 
 
 def halo(a: Attention) -> tuple[int, int]:
     """2(W−1)·(P−1)/P positions' keys and values for a window W ≤ S/P; backward the same and dK, dV back."""
-    return _both_ways(a, _owner_computes(a, _contiguous, a.ranks), a.kv_bytes)
+    return _both_ways(a, *(a.moved or (0, _owner_computes(a, _contiguous, a.ranks))), a.kv_bytes)
 
 
 def ring_a2a(a: Attention) -> tuple[int, int]:
@@ -125,8 +132,8 @@ def ring_a2a(a: Attention) -> tuple[int, int]:
     exchanged = _exchanged(a, a.inner)
     groups = max(1, a.q_heads // max(1, a.kv_heads))
     kv = sum(-(-hi // groups) - lo // groups for lo, hi in _runs(a.q_heads, a.inner))  # with heads that several need
-    columns = _owner_computes(a, _head_tail, a.ranks // a.inner) if a.inner < a.ranks else Fraction(0)
-    forward, backward = _both_ways(a, columns, a.kv_bytes // a.kv_heads * kv)
+    moved = a.moved or (0, _owner_computes(a, _head_tail, a.ranks // a.inner) if a.inner < a.ranks else 0)
+    forward, backward = _both_ways(a, *moved, a.kv_bytes // a.kv_heads * kv)
     return round(exchanged + forward), round(exchanged + backward)
 
 
@@ -134,7 +141,7 @@ def balanced_ring(a: Attention) -> tuple[int, int]:
     """Causal: (¾P − ½)U_k of keys and values up to half way round, queries there and results back beyond it, the block half way
     split in two. Other masks are taken to be level already: 2(P−1)U_k.
     """
-    if a.after != 0 or a.before is None or a.before < a.kv_seq - 1 or a.q_seq != a.kv_seq:
+    if a.moved or a.after != 0 or a.before is None or a.before < a.kv_seq - 1 or a.q_seq != a.kv_seq:
         return halo(a)
     lengths = [t - s for s, t in _runs(a.kv_seq, a.ranks)]
     columns = rows = 0
@@ -146,19 +153,14 @@ def balanced_ring(a: Attention) -> tuple[int, int]:
                 rows += lengths[i]
             elif 2 * (i - j) == a.ranks:
                 rows += lengths[i] // 2
-    query = a.batch * a.q_heads * a.head_dim
-    out, statistic = a.batch * a.q_heads * a.value_dim, a.batch * a.q_heads * a.accumulator
-    forward = columns * a.kv_bytes + rows * (query * a.itemsize + out * a.accumulator + statistic)
-    gradients = columns * a.kv_bytes * a.accumulator // a.itemsize + rows * query * a.accumulator
-    backward = columns * a.kv_bytes + rows * (query * a.itemsize + out * a.itemsize + 2 * statistic) + gradients
-    return round(Fraction(forward, a.ranks)), round(Fraction(backward, a.ranks))
+    return _both_ways(a, rows, columns, a.kv_bytes)
 
 
 COSTS: dict[str, Callable[[Attention], tuple[int, int]]] = {
     "all-to-all": all_to_all,
     "gather-kv": gather_kv,
+    "halo": halo,
     "ring": ring,
     "balanced-ring": balanced_ring,
     "ring-a2a": ring_a2a,
-    "halo": halo,
 }

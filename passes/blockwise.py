@@ -51,6 +51,17 @@ class Blockwise:
         proper = [u for u in even if u < ranks]
         return max(proper or even or fitting[:1], default=1)
 
+    def moved(self, region: Region, ctx: SiteContext) -> tuple[int, int]:
+        """Positions of rows, and of columns, that travel over all ranks (at most, where batches decide)."""
+        sight = ctx.sight(region, form(region).scores)
+        inner, sight = self.inner(region, ctx.ranks), sight.atmost if isinstance(sight, BatchSight) else sight
+        columns = ctx.facts.layout(region.columns) or contiguous(region.columns, ctx.ranks)
+        key = (self.make, sight.key, region.row, columns, inner)
+        if key not in ctx.moved:
+            schedule = self.make(sight, members(region.row, inner), members(columns, inner), Tiling(True, attend.BLOCK_ELEMENTS))
+            ctx.moved[key] = schedule.travelling
+        return ctx.moved[key]
+
     def narrowed(self, region: Region, ctx: SiteContext) -> Region:
         """The region whose columns travel as their latent, where they have one and heads are not exchanged."""
         return narrowed(region, ctx.facts) if self.inner(region, ctx.ranks) == 1 else region
@@ -73,9 +84,9 @@ class Blockwise:
         columns = [u for u in region.leaves if u[1].col is not None and u[1].row is None and ctx.travels(u)]
         if not columns or any(ctx.facts.layout(shape(n)[a.col]) is None for n, a in columns if a.col is not None):
             return "its keys are whole on every rank"
-        if region.row.length < ctx.ranks or any(
-            ctx.travels(u) and u[1].row is not None and u[1].col is not None for u in region.leaves
-        ):
+        if region.row.length < ctx.ranks:
+            return "it has fewer rows than there are ranks"
+        if any(ctx.travels(u) and u[1].row is not None and u[1].col is not None for u in region.leaves):
             return "a value with rows and columns comes from outside it"
         if self.grouped and (region.axes.head is None or self.inner(region, ctx.ranks) == 1 < ctx.ranks):
             return "it has no head dimension to split" if region.axes.head is None else "it has too few heads"
@@ -90,7 +101,7 @@ RING = Blockwise(head_tail, level_by_layout)
 BALANCED_RING = Blockwise(contiguous, balanced)
 RING_A2A = Blockwise(head_tail, level_by_layout, grouped=True)
 HALO = Blockwise(contiguous, owner_computes)
-BLOCKWISE = {"ring": RING, "balanced-ring": BALANCED_RING, "ring-a2a": RING_A2A, "halo": HALO}
+BLOCKWISE = {"halo": HALO, "ring": RING, "balanced-ring": BALANCED_RING, "ring-a2a": RING_A2A}
 
 
 @dataclass

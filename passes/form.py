@@ -20,6 +20,7 @@ from .relation import operands, shape
 from .rules.base import argument
 
 aten = torch.ops.aten
+ALONG = "looks at several of its columns at once"
 _SOFTMAX = (aten.softmax, aten._softmax, aten._safe_softmax)
 _PASSING = (aten._to_copy, aten.to, aten.clone, aten.contiguous, aten.alias, aten.type_as, aten.detach)
 
@@ -52,6 +53,15 @@ def form(region: Region) -> Form:
     return found
 
 
+def along_columns(region: Region) -> bool:
+    """Some operator of the region other than its softmax looks at several columns at once: it must have them all."""
+    try:
+        form(region)
+    except NotASoftmax as e:
+        return str(e).endswith(ALONG)
+    return False
+
+
 def _refuse_along_columns(region: Region, ends: Sequence[Use]) -> None:
     """Before the softmax nothing may look at several columns (a norm, a running sum, the k largest): a block has only some."""
     seen, stack = set[Use](), list(ends)
@@ -70,7 +80,7 @@ def _refuse_along_columns(region: Region, ends: Sequence[Use]) -> None:
                 continue
             out = relation.forward(i, Shard(col, Layout(region.columns, ((),))))
             if not isinstance(out, Shard) or out.merged or out.dim != use[1].col:
-                raise NotASoftmax(f"{use[0].target} looks at several of its columns at once")
+                raise NotASoftmax(f"{use[0].target} {ALONG}")
 
 
 def _form(region: Region) -> Form:

@@ -228,7 +228,9 @@ def _choose(region: detect.Region, ctx: SiteContext, types: place.Types, setting
     sizes = _sizes(region, ctx)
     reasons = {name: _unusable(region, name, ctx) for name in LOWERINGS}
     priced = {
-        name: replace(sizes, inner=row.inner(region, ctx.ranks), latent=row.latent(region, ctx) if reasons[name] is None else 0)
+        name: replace(sizes, latent=row.latent(region, ctx), moved=row.moved(region, ctx), inner=row.inner(region, ctx.ranks))
+        if reasons[name] is None
+        else replace(sizes, inner=row.inner(region, ctx.ranks))
         for name, row in LOWERINGS.items()
     }
     prices = {name: COSTS[name](priced[name]) for name in LOWERINGS}

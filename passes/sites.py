@@ -6,7 +6,7 @@ A strategy takes a region and gives a `Recipe`, so an attention is placed and em
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -18,6 +18,7 @@ from ..kernels.schedule import STRIP_ROWS, placed
 from ..kernels.sight import Causal, Everything, Grid, Sight
 from .detect import SDPA, Axes, Region, Use
 from .facts import Facts, is_float
+from .form import along_columns
 from .mask import BatchSight, Sights
 from .placement import Placement, Shard, V
 from .program import Heads, ProgramBuilder
@@ -33,6 +34,7 @@ class SiteContext:
 
     facts: Facts
     sights: Sights
+    moved: dict[object, tuple[int, int]] = field(default_factory=dict)  # by schedule: regions under one mask share it
 
     @property
     def ranks(self) -> int:
@@ -203,7 +205,7 @@ def _computed(
     direct = _direct(b, region, ctx, leaves, heads, whole)
     if direct is not None:
         return direct
-    trimmed = region.closing.target is SDPA
+    trimmed = region.closing.target is SDPA and not along_columns(region)
     program = ProgramBuilder(region, heads, trimmed, b.rank, b.ranks, b.group)
     graph = program.build(causal)
     values = []
@@ -215,7 +217,7 @@ def _computed(
         else:
             positions = rows if axes.row is not None else ((0, region.columns),)
             values.append(b.call(random.positions, positions, region.closing.meta["val"].device))
-    blocks = _blocks(region, ctx, rows, batch(region) * (1 if trimmed else max(1, heads.count)))
+    blocks = _blocks(region, ctx, rows, trimmed, batch(region) * (1 if trimmed else max(1, heads.count)))
     run = fx.GraphModule(torch.nn.Module(), graph)
     name = attend.register(
         attend.RowProgram(
@@ -234,13 +236,13 @@ def _computed(
     return b.call(torch.ops.asp.attend.default, values, name)
 
 
-def _blocks(region: Region, ctx: SiteContext, rows: tuple[Interval, ...], copies: int) -> list[attend.Block]:
+def _blocks(region: Region, ctx: SiteContext, rows: tuple[Interval, ...], trimmed: bool, copies: int) -> list[attend.Block]:
     """Blocks of the rows at hand, each with the columns it sees; `copies` values stand over each (row, column) pair.
 
     Attention kernels hold no scores, only the mask, which heads share; other regions hold every head's, and a softmax
     of no columns has no general answer, so they see every column.
     """
-    sight = ctx.sight(region) if region.closing.target is SDPA else Everything()
+    sight = ctx.sight(region) if trimmed else Everything()
     sight = sight.atmost if isinstance(sight, BatchSight) else sight
     blocks = []
     for r in placed(rows):

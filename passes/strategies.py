@@ -18,7 +18,8 @@ class Strategy:
 
     layout: how the whole model's sequence must be held (None: in any way). lower: a region's recipe. inapplicable: why it cannot
     be taken for a region, or None. inner: how many neighbouring ranks exchange heads. latent: bytes of one position
-    of what keys and values travel as, if not as themselves.
+    of what keys and values travel as, if not as themselves. moved: positions of
+    rows and of columns that travel between ranks, where a schedule says so.
     """
 
     layout: Callable[[int, int], Layout] | None
@@ -26,10 +27,11 @@ class Strategy:
     inapplicable: Callable[[Region, SiteContext], str | None]
     inner: Callable[[Region, int], int] = lambda region, ranks: 1
     latent: Callable[[Region, SiteContext], int] = lambda region, ctx: 0
+    moved: Callable[[Region, SiteContext], tuple[int, int] | None] = lambda region, ctx: None
 
 
 LOWERINGS: dict[str, Strategy] = {
     "all-to-all": Strategy(None, all_to_all, no_heads),
     "gather-kv": Strategy(None, gather_kv, lambda region, ctx: None),
-    **{name: Strategy(s.layout, s.lower, s.inapplicable, s.inner, s.latent) for name, s in BLOCKWISE.items()},
+    **{name: Strategy(s.layout, s.lower, s.inapplicable, s.inner, s.latent, s.moved) for name, s in BLOCKWISE.items()},
 }

@@ -19,7 +19,7 @@ from autosp.passes.placement import Pairwise, Partial, Placement, R, Shard, Vary
 from autosp.passes.relation import operands
 from autosp.passes.rules import RULES, rule_of
 from autosp.passes.rules.base import Recipe
-from autosp.passes.sites import LOWERINGS
+from autosp.passes.strategies import LOWERINGS
 
 aten = torch.ops.aten
 RANKS = 2

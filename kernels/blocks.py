@@ -325,8 +325,7 @@ def _pulled(
 def _kernel_backward(
     kernel: Flash, tile: Tile, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    seen = mask if tile.kind == "mask" else None
-    return flash.backward(grad, q, k, v, lse, delta, tile.kind == "causal", seen, kernel.scale)
+    return flash.backward(grad, q, k, v, lse, delta, tile.kind == "causal", mask, kernel.scale)
 
 
 @torch.library.custom_op("asp::block_attention_backward", mutates_args=())

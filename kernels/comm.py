@@ -204,9 +204,13 @@ def _counts(pieces: list[list[tuple[int, int, int]]], rest: int) -> list[int]:
     return [sum(n for _, _, n in row) * rest for row in pieces]
 
 
-def _near(items: Sequence[Any], near: Sequence[int] | None) -> Sequence[Any]:
-    """Runs or shards by rank, empty for ranks that take no part: one exchange over the whole group, without further groups."""
-    return items if near is None else [item if r in near else type(item)() for r, item in enumerate(items)]
+def _near(heads: Sequence[Interval], shards: Shards, near: Sequence[int] | None) -> tuple[Sequence[Interval], Shards]:
+    """Heads and shards by rank, empty for ranks that take no part: one exchange over the whole group, without further groups."""
+    if near is None:
+        return heads, shards
+    part = [r in near for r in range(len(shards))]
+    kept = [h if p else (0, 0) for h, p in zip(heads, part, strict=True)]
+    return kept, tuple(s if p else () for s, p in zip(shards, part, strict=True))
 
 
 def to_heads(
@@ -224,7 +228,7 @@ def to_heads(
     x: [.., all heads, .., my positions, ..]. `heads[r]` are those that rank r computes; a head that several
     ranks need (fewer key/value heads than ranks) goes to each of them and to nobody else.
     """
-    heads, shards = [h or (0, 0) for h in _near(heads, near)], tuple(_near(shards, near))
+    heads, shards = _near(heads, shards, near)
     rows = x.movedim((head_dim, seq_dim), (0, 1))  # [heads, positions, *rest]
     rest = rows.shape[2:].numel()
     held, (first, last) = size(shards[rank]), heads[rank]
@@ -257,7 +261,7 @@ def to_sequence(
 
     x: [.., my heads, .., all positions, ..]; `heads` (of the ranks near me) must be a partition of all heads in rank order.
     """
-    heads, shards = [h or (0, 0) for h in _near(heads, near)], tuple(_near(shards, near))
+    heads, shards = _near(heads, shards, near)
     starts, at = dict[int, int](), 0  # where each interval begins among the positions at hand
     for a, b in sorted(i for s in shards for i in s):
         starts[a], at = at, at + b - a

@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Blockwise:
-    """A strategy of this family. `inner` ranks exchange heads before the ring (None: as many as send least)."""
+    """A strategy of this family. grouped: neighbouring ranks exchange heads before the ring."""
 
     layout: Callable[[int, int], Layout]
     make: Callable[..., Schedule]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..kernels.layout import Layout
-from .blockwise import BLOCKWISE
+from .blockwise import BLOCKWISE, Blockwise
 from .detect import Region
 from .rules.base import Recipe
 from .sites import SiteContext, all_to_all, gather_kv, no_heads
@@ -14,7 +14,7 @@ from .sites import SiteContext, all_to_all, gather_kv, no_heads
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to spread an attention over ranks.
+    """One way to spread an attention over ranks; `Blockwise` is a whole family with the same members.
 
     layout: how the whole model's sequence must be held (None: in any way). lower: a region's recipe. inapplicable: why it cannot
     be taken for a region, or None. inner: how many neighbouring ranks exchange heads. latent: bytes of one position
@@ -30,8 +30,8 @@ class Strategy:
     moved: Callable[[Region, SiteContext], tuple[int, int] | None] = lambda region, ctx: None
 
 
-LOWERINGS: dict[str, Strategy] = {
+LOWERINGS: dict[str, Strategy | Blockwise] = {
     "all-to-all": Strategy(None, all_to_all, no_heads),
     "gather-kv": Strategy(None, gather_kv, lambda region, ctx: None),
-    **{name: Strategy(s.layout, s.lower, s.inapplicable, s.inner, s.latent, s.moved) for name, s in BLOCKWISE.items()},
+    **BLOCKWISE,
 }

@@ -1,0 +1,317 @@
+"""Linear attention and state-space layers: one operator, and what a rank computes of it.
+
+    S_t = Γ_t ⊙ S_{t−1} + k_t (v_t − S_{t−1}ᵀ r_t)ᵀ        o_t = S_tᵀ (scale · q_t)
+
+Γ_t = exp(decay_t) is absent (plain linear attention), a number per head and token (retention, lightning attention, simple GLA,
+Mamba-2) or one per row of the state (GLA, HGRN2, RWKV, Mamba); r_t is absent or takes away what the state predicts (delta
+rule, gated
+delta rule, KDA). A second write per token (RWKV-7, DPLR) is a second token. `exclusive` reads S_{t−1} (RWKV-6).
+
+`asp::linear_attention` stands in captured graphs for the whole sequence; `on_rank` is what it becomes on a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import all_scan, linear_torch
+from .all_scan import Scan
+
+
+@torch.library.custom_op("asp::linear_attention", mutates_args=())
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    remove: Tensor | None,
+    starts: Tensor | None,
+    initial: Tensor | None,
+    scale: float,
+    exclusive: bool,
+) -> Tensor:
+    """o [B, T, H, V], in the type of v.
+
+    q, k [B, T, H or a divisor of it, K]; v [B, T, H, V]; decay, a logarithm ≤ 0, [B, T, H] or [B, T, H, K]; remove [B, T, H, K];
+    starts [B, T], bool: a document begins at this token; initial [B, H, K, V].
+    """
+    return _eager(q, k, v, decay, remove, starts, initial, scale, exclusive)[0]
+
+
+@torch.library.custom_op("asp::linear_state", mutates_args=())
+def linear_state(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    remove: Tensor | None,
+    starts: Tensor | None,
+    initial: Tensor | None,
+    scale: float,
+    exclusive: bool,
+) -> Tensor:
+    """The state behind the last token, [B, H, K, V], in float32 or float64. Operands as of `linear_attention`; q is not used."""
+    return _eager(q, k, v, decay, remove, starts, initial, scale, exclusive)[1]
+
+
+def _eager(*operands: Any) -> tuple[Tensor, Tensor]:
+    return LinearAttention.apply(*operands[:7], None, *operands[7:], None, True)
+
+
+@linear_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+@linear_state.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    return v.new_empty(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=linear_torch.accumulator(v))
+
+
+def _owned(x: Tensor) -> Tensor:
+    """A tensor of its own in the strides that the fake kernels promise."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("asp::linear_attention_backward", mutates_args=())
+def linear_attention_backward(
+    operands: list[Tensor], given: list[bool], grad: Tensor, scale: float, exclusive: bool, state: bool
+) -> list[Tensor]:
+    """Gradients of the floating-point operands, in order; the function runs once more. `given` says which of the seven there
+    are.
+    """
+    taken = iter(x.detach().requires_grad_(x.is_floating_point()) for x in operands)
+    values = [next(taken) if g else None for g in given]
+    with torch.enable_grad():
+        out = _eager(*values, scale, exclusive)[int(state)]
+        wanted = [x for x in values if x is not None and x.requires_grad]
+        grads = torch.autograd.grad(out, wanted, grad, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else _owned(g) for x, g in zip(wanted, grads, strict=True)]
+
+
+@linear_attention_backward.register_fake
+def _(operands: list[Tensor], given: list[bool], grad: Tensor, scale: float, exclusive: bool, state: bool) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands if x.is_floating_point()]
+
+
+def _differentiable(op: Any, state: bool) -> None:
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.given = [x is not None for x in inputs[:7]]
+        ctx.save_for_backward(*[x for x in inputs[:7] if x is not None])
+        ctx.options = inputs[7:]
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        saved = list(ctx.saved_tensors)
+        grads = iter(linear_attention_backward(saved, ctx.given, grad, *ctx.options, state))
+        values = iter(saved)
+        held = [next(values) if g else None for g in ctx.given]
+        return *[next(grads) if x is not None and x.is_floating_point() else None for x in held], None, None
+
+    op.register_autograd(backward, setup_context=setup)
+
+
+_differentiable(linear_attention, False)
+_differentiable(linear_state, True)
+
+
+# Stages as operators: a compiler moves what it likes between them -----------------------------------
+
+Fake = Callable[..., list[Tensor]]
+
+
+def _stage(function: Callable[..., Any], fake: Callable[..., Any] | None = None) -> Any:
+    name = function.__name__
+
+    def run(*args: Any) -> Any:
+        made = getattr(_kernels(args[0].device), name)(*args)
+        return made if isinstance(made, Tensor) else [x if x.is_contiguous() and x._base is None else _owned(x) for x in made]
+
+    schema = torch.library.infer_schema(function, mutates_args=())
+    op = torch.library.custom_op(f"asp::linear_{name}", run, mutates_args=(), schema=schema)
+    op.register_fake(fake or function)
+    return op
+
+
+def _kernels(device: torch.device) -> Any:
+    if device.type == "cuda":
+        from . import linear_triton
+
+        return linear_triton
+    return linear_torch
+
+
+def _chunks(x: Tensor) -> int:
+    return -(-x.shape[1] // linear_torch.CHUNK)
+
+
+def _accumulated(heads_of: Tensor, k: Tensor, columns: int, decay: Tensor | None) -> list[Tensor]:
+    b, h, n, width = heads_of.shape[0], heads_of.shape[2], _chunks(heads_of), k.shape[-1]
+    kept = width if decay is not None and decay.dim() == 4 else 1
+    sizes = [(b, h, n, width, columns), (b, h, n, kept, 1), (b, h, width, columns), (b, h, kept, 1)]
+    return [k.new_empty(s, dtype=linear_torch.accumulator(k)) for s in sizes]
+
+
+def _carried(columns: Tensor, state: Tensor) -> list[Tensor]:
+    states = state.new_empty(*columns.shape[:3], *state.shape[-2:])
+    return [states, torch.empty_like(columns, memory_format=torch.contiguous_format), torch.empty_like(state)]
+
+
+begin = _stage(linear_torch.begin, lambda k, v, decay, starts: _accumulated(v, k, v.shape[-1], decay))
+begin_removing = _stage(linear_torch.begin_removing)
+inside = _stage(linear_torch.inside)
+finish = _stage(linear_torch.finish)
+carry = _stage(linear_torch.carry, lambda read, values, write, through, found: _carried(values, found))
+summary = _stage(
+    linear_torch.summary,
+    lambda read, values, write, through: [
+        read.new_empty(*read.shape[:2], read.shape[-1], width) for width in (read.shape[-1], values.shape[-1])
+    ],
+)
+begin_back = _stage(
+    linear_torch.begin_back,
+    lambda q, decay, starts, grad, scale, exclusive: _accumulated(grad, q, grad.shape[-1], decay),
+)
+begin_removing_back = _stage(linear_torch.begin_removing_back)
+carry_back = _stage(linear_torch.carry_back, lambda read, write, through, asked, du, found: _carried(du, found))
+inside_back = _stage(linear_torch.inside_back)
+finish_back = _stage(linear_torch.finish_back)
+
+
+# On one rank ----------------------------------------------------------------------------------------
+
+
+class LinearAttention(torch.autograd.Function):
+    """This rank's tokens. What needs no state from elsewhere is computed while states travel, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        remove: Tensor | None,
+        starts: Tensor | None,
+        initial: Tensor | None,
+        linked: Tensor | None,
+        scale: float,
+        exclusive: bool,
+        scan: Scan | None,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor]:
+        scan = scan or Scan("chain", 0, 1, "")
+        trip = _Trip.begun(scan, k, v, decay, remove, starts, initial, linked)
+        weights = inside(q, k, decay, starts, v.shape[2], scale, exclusive)
+        found, states, u, end = trip.ended(remove is not None)
+        out = finish(q, v, decay, starts, weights, u, states, scale, exclusive)
+        ctx.save_for_backward(
+            q, k, v, decay, remove, starts, initial, linked, found, *((weights, states, u, end) if keep else ())
+        )
+        ctx.scale, ctx.exclusive, ctx.scan = scale, exclusive, scan
+        return out, end
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, dend: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        q, k, v, decay, remove, starts, initial, linked, found, *kept = ctx.saved_tensors
+        options, back = (ctx.scale, ctx.exclusive), ctx.scan.back()
+        heads = v.shape[2]
+        here = None if remove is None else begin_removing(k, v, decay, remove, starts)
+        if kept:
+            weights, states, u, end = kept
+        else:
+            weights = inside(q, k, decay, starts, heads, *options)
+            states, u, end = _again(k, v, decay, starts, here, found)
+        last = dend if back.place == 0 else None
+        if here is None:
+            leaving, reach, asked, total = begin_back(q, decay, starts, grad, *options)
+            ticket = all_scan.start(back, "affine", [total, asked], last, linked)
+            dread, dwrite, du = inside_back(q, k, v, decay, starts, grad, weights, u, states, *options)
+            found, first = all_scan.scan_wait(ticket, [total, asked], last, "affine")
+            leaving = linear_torch.arrive(leaving, reach, found)
+        else:
+            read, _, write, through = here
+            asked, du = begin_removing_back(q, decay, starts, grad, weights, *options)
+            program, inputs = "carry back", [read, write, through, asked, du]
+            if back.algorithm != "chain":
+                zero = torch.zeros_like(end)
+                matrix = summary(*here)[0]
+                program, inputs = "matrix", [matrix.transpose(-1, -2).contiguous(), carry_back(*inputs, zero)[2]]
+            ticket = all_scan.start(back, program, inputs, last, linked)
+            dread, dwrite = inside_back(q, k, v, decay, starts, grad, weights, u, states, *options)
+            found, *made = all_scan.scan_wait(ticket, inputs, last, program)
+            leaving, du, first = made if program == "carry back" else carry_back(read, write, through, asked, du, found)
+        dq, dk, dv, *rest = finish_back(q, k, v, decay, remove, starts, dread, dwrite, du, u, states, end, leaving, *options)
+        given = iter(rest)
+        ddecay = None if decay is None else next(given)
+        dremove = None if remove is None else next(given)
+        dinitial = None
+        if initial is not None:
+            dinitial = (first if back.place == back.ranks - 1 else torch.zeros_like(first)).to(initial.dtype)
+        return dq, dk, dv, ddecay, dremove, None, dinitial, None, None, None, None, None
+
+
+class _Trip:
+    """A state on its way to this rank."""
+
+    def __init__(
+        self, inputs: list[Tensor], program: str, ticket: Tensor, initial: Tensor | None, local: Sequence[Tensor]
+    ) -> None:
+        self._inputs, self._program, self._ticket, self._initial, self._local = inputs, program, ticket, initial, local
+
+    @classmethod
+    def begun(
+        cls,
+        scan: Scan,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        remove: Tensor | None,
+        starts: Tensor | None,
+        initial: Tensor | None,
+        linked: Tensor | None,
+    ) -> _Trip:
+        if remove is None:
+            local = begin(k, v, decay, starts)
+            program, inputs = "affine", [local[3], local[2]]
+        else:
+            local = begin_removing(k, v, decay, remove, starts)
+            program, inputs = "carry", list(local)
+            if scan.algorithm != "chain":
+                program, inputs = "matrix", summary(*local)
+        first = initial if scan.place == 0 else None
+        return cls(inputs, program, all_scan.start(scan, program, inputs, first, linked), first, local)
+
+    def ended(self, removing: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """The state found, those that each chunk finds, u where it is not v, and the last."""
+        found, *made = all_scan.scan_wait(self._ticket, self._inputs, self._initial, self._program)
+        if not removing:
+            return found, linear_torch.arrive(self._local[0], self._local[1], found), None, made[0]
+        states, u, end = made if self._program == "carry" else carry(*self._local, found)
+        return found, states, u, end
+
+
+def _again(
+    k: Tensor, v: Tensor, decay: Tensor | None, starts: Tensor | None, here: Sequence[Tensor] | None, found: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """States, u and the last state once more, from the state this rank found: nothing travels."""
+    if here is not None:
+        states, u, end = carry(*here, found)
+        return states, u, end
+    states, reach, end, total = begin(k, v, decay, starts)
+    return linear_torch.arrive(states, reach, found), None, torch.addcmul(end, total, found)
+
+
+def on_rank(*operands: Any) -> Tensor:
+    """o of this rank's tokens. Operands of `linear_attention`, then linked, scale, exclusive, scan and keep."""
+    return LinearAttention.apply(*operands)[0]
+
+
+def state_on_rank(*operands: Any) -> Tensor:
+    """This rank's term of the last state: a sum over ranks to which only the last one adds."""
+    scan: Scan | None = operands[10]
+    last = scan is None or scan.rank == scan.ranks - 1
+    return LinearAttention.apply(*operands)[1] * float(last)

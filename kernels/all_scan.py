@@ -218,7 +218,7 @@ def _on_stream(work: Callable[[], list[Tensor]], device: torch.device) -> Future
 def _scanned(
     scan: Scan, program: str, inputs: Sequence[Tensor], initial: Tensor | None, linked: Sequence[bool] | None
 ) -> list[Tensor]:
-    first = _state_of(program, inputs) if initial is None or scan.place else initial.to(inputs[0].dtype)
+    first = _state_of(program, inputs) if initial is None or scan.place else initial.to(inputs[0].dtype, copy=True)
     if scan.ranks == 1:
         return [first.clone(), *PROGRAMS[program].run(*inputs, first)]
     if scan.algorithm == "chain":

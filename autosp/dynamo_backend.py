@@ -20,7 +20,6 @@ from .inductor import settings
 from .kernels import agree
 from .mesh import World, resolve
 from .passes import recognise
-from .passes.mask import BatchSight
 from .passes.pipeline import Compiled, Settings, compile_graph
 
 
@@ -74,7 +73,7 @@ class _Step:
 
     def __call__(self, *args: Tensor) -> Any:
         seed = int(torch.randint(1 << 62, ()).item()) if self._takes_seed else 0
-        made: dict[Any, Tensor] = {sight: sight(args) for sight in self._extras if isinstance(sight, BatchSight)}
+        made: dict[Any, Tensor] = {what: what(args) for what in self._extras if not isinstance(what, str)}
         world, check = self._world, self._backend.check_batch
         self._backend.answered = True
         if world.everyone is not None and (check or self._extras or self._first):
@@ -102,10 +101,8 @@ def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -
     """
     inputs, seen = list(example_inputs), list[str]()
     for what in compiled.extras:
-        cells = what.atmost.cells if isinstance(what, BatchSight) else None
-        inputs.append(
-            torch.zeros((), dtype=torch.int64, device=inputs[0].device) if cells is None else torch.from_numpy(cells.copy())
-        )
+        seed = torch.zeros((), dtype=torch.int64, device=inputs[0].device)
+        inputs.append(seed if isinstance(what, str) else what.example)
 
     def eager(module: fx.GraphModule, _: Sequence[Any], **options: Any) -> Callable[..., Any]:
         seen.append(_collectives(module))
@@ -129,8 +126,11 @@ def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -
     return run, "; ".join(seen)
 
 
+_COMMUNICATES = ("_c10d_functional", "asp.block_attention", "asp.scan_start")
+
+
 def _collectives(module: fx.GraphModule) -> str:
-    names = [str(n.target) for n in module.graph.nodes if str(n.target).startswith(("_c10d_functional", "asp.block_attention"))]
+    names = [str(n.target) for n in module.graph.nodes if str(n.target).startswith(_COMMUNICATES)]
     return " ".join(name for name in names if "wait" not in name)
 
 

@@ -22,7 +22,9 @@ class Rejected:
 class Site:
     """One attention of the model, at global shapes.
 
-    `name` is the module path, `kind` is "softmax attention" or "pairwise"; `mask` is "none", "causal" or "by rows".
+    `name` is the module path, `kind` is "softmax attention", "pairwise", "linear attention" or "last state"; `sees` says
+    what rows see
+    ("mask causal") or what becomes of the state ("state a decay per head"). A state is [head_dim, value_dim] a head.
     `bytes_forward` and `bytes_backward` are what one rank sends, as the mean over ranks.
     """
 
@@ -37,7 +39,7 @@ class Site:
     kv_seq: int
     head_dim: int
     value_dim: int
-    mask: str
+    sees: str
     bytes_forward: int
     bytes_backward: int
     note: str = ""
@@ -134,7 +136,7 @@ def _sites(sites: tuple[Site, ...]) -> list[str]:
         name = s.name if len(run) == 1 else f"{s.name} .. {run[-1].name} ({len(run)})"
         lines.append(
             f"  {name}: {s.kind}, {s.strategy}; {s.q_heads}/{s.kv_heads} heads x {s.head_dim}/{s.value_dim}, "
-            f"{s.q_seq} x {s.kv_seq}, mask {s.mask}; sends {_bytes(s.bytes_forward)} / {_bytes(s.bytes_backward)}"
+            f"{s.q_seq} x {s.kv_seq}, {s.sees}; sends {_bytes(s.bytes_forward)} / {_bytes(s.bytes_backward)}"
         )
         if s.note:
             lines.append(f"      {s.note}")

@@ -46,6 +46,12 @@ class Scan:
     node: int = 1
     reverse: bool = False
 
+    @classmethod
+    def at(cls, algorithm: str, places: Sequence[int], group: str) -> Scan:
+        """places: (rank, ranks, blocks, node), and whether it goes backward."""
+        rank, ranks, blocks, node, *reverse = places
+        return cls(algorithm, rank, ranks, group, blocks, node, bool(reverse and reverse[0]))
+
     def back(self) -> Scan:
         """The scan of the cotangents."""
         return replace(self, reverse=not self.reverse)
@@ -63,6 +69,9 @@ class Scan:
         if not 0 <= place < self.ranks - 1:
             return False
         return linked is None or linked[self.ranks - 2 - place if self.reverse else place]
+
+
+ALONE = Scan("chain", 0, 1, "")
 
 
 # Programs: what a rank does to a state that comes by ----------------------------------------------
@@ -131,7 +140,7 @@ def scan_start(
     some document
     crosses (None: all). Every rank calls it at the same point of its program.
     """
-    scan = Scan(algorithm, *numbers[:2], group, *numbers[2:4], bool(numbers[4]))
+    scan = Scan.at(algorithm, numbers, group)
     crossing = None if linked is None else linked.tolist()
     ticket = next(_tickets)
     _pending[ticket] = _launched(lambda: _scanned(scan, program, inputs, initial, crossing), inputs[0].device)
@@ -224,7 +233,8 @@ def _scanned(
     if scan.algorithm == "chain":
         return _chain(scan, PROGRAMS[program], inputs, first, linked)
     assert program in ("affine", "matrix"), "a rank that does not wait for its state must know what it would do to any"
-    found = {"log-step": _log_step, "two-level": _two_level, "gather": _gathered}[scan.algorithm](scan, *inputs, first)
+    kept, added = inputs
+    found = {"log-step": _log_step, "two-level": _two_level, "gather": _gathered}[scan.algorithm](scan, kept, added, first)
     return [found, *PROGRAMS[program].run(*inputs, found)]
 
 
@@ -243,7 +253,7 @@ def _chain(scan: Scan, program: Program, inputs: Sequence[Tensor], first: Tensor
     for (a, b), (c, d) in blocks if comes else ():
         room = state.new_empty(b - a, state.shape[1], d - c)
         waiting.append((room, _receive(scan, room, scan.place - 1)))
-    results, sent = list[Tensor](), []
+    results, leaving, requests = list[Tensor](), list[Tensor](), list[dist.Work]()
     for i, ((a, b), (c, d)) in enumerate(blocks):
         if comes:
             waiting[i][1].wait()
@@ -253,13 +263,13 @@ def _chain(scan: Scan, program: Program, inputs: Sequence[Tensor], first: Tensor
         mine = [x[a:b, ..., c:d] if wide else x[a:b] for x, wide in zip(flat, program.columns, strict=True)]
         made = [found, *(x[0] for x in program.run(*(x[None] for x in mine), found[None]))]
         if goes:
-            sent.append((made[-1].contiguous(), None))
-            sent[-1] = (sent[-1][0], _send(scan, sent[-1][0], scan.place + 1))
+            leaving.append(made[-1].contiguous())  # alive until it has been sent
+            requests.append(_send(scan, leaving[-1], scan.place + 1))
         if not results:
             results = [x.new_empty(state.shape[0], *x.shape[1:-1], state.shape[-1]) for x in made]
         for whole, part in zip(results, made, strict=True):
             whole[a:b, ..., c:d] = part
-    for _, request in sent:
+    for request in requests:
         request.wait()
     return [x.unflatten(0, first.shape[:2]) for x in results]
 

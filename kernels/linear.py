@@ -21,6 +21,9 @@ from torch import Tensor
 from . import all_scan, linear_torch
 from .all_scan import Scan
 
+TOKENS = 1  # the dimension of tokens in every operand but the initial state
+HEADS = 2
+
 
 @torch.library.custom_op("asp::linear_attention", mutates_args=())
 def linear_attention(
@@ -59,7 +62,7 @@ def linear_state(
 
 
 def _eager(*operands: Any) -> tuple[Tensor, Tensor]:
-    return LinearAttention.apply(*operands[:7], None, *operands[7:], None, True)
+    return LinearAttention.apply(*operands[:7], None, *operands[7:], all_scan.ALONE, True)
 
 
 @linear_attention.register_fake
@@ -200,10 +203,9 @@ class LinearAttention(torch.autograd.Function):
         linked: Tensor | None,
         scale: float,
         exclusive: bool,
-        scan: Scan | None,
+        scan: Scan,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        scan = scan or Scan("chain", 0, 1, "")
         trip = _Trip.begun(scan, k, v, decay, remove, starts, initial, linked)
         weights = inside(q, k, decay, starts, v.shape[2], scale, exclusive)
         found, states, u, end = trip.ended(remove is not None)
@@ -305,13 +307,47 @@ def _again(
     return linear_torch.arrive(states, reach, found), None, torch.addcmul(end, total, found)
 
 
-def on_rank(*operands: Any) -> Tensor:
-    """o of this rank's tokens. Operands of `linear_attention`, then linked, scale, exclusive, scan and keep."""
-    return LinearAttention.apply(*operands)[0]
+def on_rank(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    remove: Tensor | None,
+    starts: Tensor | None,
+    initial: Tensor | None,
+    linked: Tensor | None,
+    scale: float,
+    exclusive: bool,
+    algorithm: str,
+    places: Sequence[int],
+    group: str,
+    keep: bool,
+) -> Tensor:
+    """o of this rank's tokens. Operands of `linear_attention`, then those of `Scan`: places are (rank, ranks, blocks, node).
+
+    keep: hold what the chunks computed for the backward pass; else only the state found is held.
+    """
+    scan = Scan.at(algorithm, places, group)
+    return LinearAttention.apply(q, k, v, decay, remove, starts, initial, linked, scale, exclusive, scan, keep)[0]
 
 
-def state_on_rank(*operands: Any) -> Tensor:
+def state_on_rank(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    remove: Tensor | None,
+    starts: Tensor | None,
+    initial: Tensor | None,
+    linked: Tensor | None,
+    scale: float,
+    exclusive: bool,
+    algorithm: str,
+    places: Sequence[int],
+    group: str,
+    keep: bool,
+) -> Tensor:
     """This rank's term of the last state: a sum over ranks to which only the last one adds."""
-    scan: Scan | None = operands[10]
-    last = scan is None or scan.rank == scan.ranks - 1
-    return LinearAttention.apply(*operands)[1] * float(last)
+    scan = Scan.at(algorithm, places, group)
+    end = LinearAttention.apply(q, k, v, decay, remove, starts, initial, linked, scale, exclusive, scan, keep)[1]
+    return end * float(scan.rank == scan.ranks - 1)

@@ -354,7 +354,7 @@ def finish_back(
 
 def summary(read: Tensor, values: Tensor, write: Tensor, through: Tensor) -> list[Tensor]:
     """With `remove`, all chunks as one step: matrix [B, H, K, K] and end [B, H, K, V] of S' = matrix S + end."""
-    b, h, width = *read.shape[:2], read.shape[-1]
+    (b, h), width = read.shape[:2], read.shape[-1]
     eye = torch.eye(width, dtype=read.dtype, device=read.device).expand(b, h, width, width)
     end = carry(read, values, write, through, values.new_zeros(b, h, width, values.shape[-1]))[2]
     matrix = carry(read, values.new_zeros(*values.shape[:-1], width), write, through, eye)[2]

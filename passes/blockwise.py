@@ -238,7 +238,7 @@ class _Lowering:
             kernel,
             autocast(result.device.type),
         )
-        cells = b.cells(sight) if isinstance(sight, BatchSight) else None
+        cells = b.of_batch(sight) if isinstance(sight, BatchSight) else None
         both = b.call(torch.ops.asp.block_attention.default, values, cells, blocks.register(program))
         out = b.call(operator.getitem, both, 0)
         if sink is not None:

@@ -13,7 +13,7 @@ from torch import fx
 from ..kernels import comm, random
 from .capture import Captured
 from .facts import Facts
-from .mask import BatchSight
+from .mask import Extra
 from .place import Decisions
 from .placement import Placement, R, Replicate, Shard, V, Varying
 from .relation import shape
@@ -60,7 +60,7 @@ class Lowering:
     env: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
     inputs: dict[fx.Node, fx.Node] = field(default_factory=dict)
     synced: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
-    extras: dict[str | BatchSight, fx.Node] = field(default_factory=dict)  # inputs made anew for each step
+    extras: dict[str | Extra, fx.Node] = field(default_factory=dict)  # inputs made anew for each step
     current: fx.Node | None = None
 
     # What rules use -----------------------------------------------------------------------------------
@@ -109,11 +109,10 @@ class Lowering:
     def seed(self) -> fx.Node:
         return self._extra("seed", "seed")
 
-    def cells(self, sight: BatchSight) -> fx.Node:
-        """What the batch's rows see: int8, on the host."""
-        return self._extra(sight, f"cells_{len(self.extras)}")
+    def of_batch(self, what: Extra) -> fx.Node:
+        return self._extra(what, f"of_batch_{len(self.extras)}")
 
-    def _extra(self, what: str | BatchSight, name: str) -> fx.Node:
+    def _extra(self, what: str | Extra, name: str) -> fx.Node:
         if what not in self.extras:
             last = [*self.inputs.values(), *self.extras.values()][-1]
             with self.graph.inserting_after(last):

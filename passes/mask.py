@@ -126,9 +126,37 @@ class BatchSight:
     vectors: fx.GraphModule
     cells: Callable[[Sequence[Tensor]], np.ndarray]
 
+    @property
+    def example(self) -> Tensor:
+        """A tensor of the shape and type that a call gives."""
+        return torch.from_numpy(self.atmost.cells.copy())
+
     def __call__(self, args: Sequence[Any]) -> Tensor:
         known = self.vectors(*[args[i].detach().cpu() for i in self.inputs])
         return torch.from_numpy(self.cells(known))
+
+
+@dataclass(frozen=True, eq=False)
+class BatchLinks:
+    """Between which ranks a document goes on, [P − 1] bool, on the host: `first[r]` is the first position of rank r + 1.
+
+    Like `BatchSight`, called with the graph's inputs once a step.
+    """
+
+    first: tuple[int, ...]
+    inputs: tuple[int, ...]
+    vectors: fx.GraphModule
+
+    @property
+    def example(self) -> Tensor:
+        return torch.ones(len(self.first), dtype=torch.bool)
+
+    def __call__(self, args: Sequence[Any]) -> Tensor:
+        (starts,) = self.vectors(*[args[i].detach().cpu() for i in self.inputs])
+        return ~starts[:, list(self.first)].all(0)
+
+
+Extra = BatchSight | BatchLinks
 
 
 class Sights:
@@ -137,6 +165,16 @@ class Sights:
     def __init__(self, captured: Captured, constants: Constants) -> None:
         self._captured, self._constants = captured, constants
         self._grids: dict[object, Grid | BatchSight] = {}
+        self._links: dict[tuple[fx.Node, Layout], BatchLinks | None] = {}
+
+    def links(self, starts: fx.Node, layout: Layout) -> BatchLinks | None:
+        """Between which neighbouring ranks documents go on; None where the batch's integers do not say where they start."""
+        key = (starts, layout)
+        if key not in self._links:
+            found = self._graph_of([starts]) if self._decided(starts) else None
+            first = tuple(shard[0][0] for shard in layout.shards[1:])
+            self._links[key] = BatchLinks(first, *found) if found else None
+        return self._links[key]
 
     def of(self, region: Region, scores: Use | None, columns: Layout | None) -> Sight | BatchSight:
         """scores: the value under the region's softmax, where it is spelled out; columns: the layout of the keys, or None."""
@@ -220,6 +258,10 @@ class Sights:
                 wanted[at[0]] = None
         if not wanted:
             return None
+        return *self._graph_of(list(wanted)), list(wanted)
+
+    def _graph_of(self, wanted: Sequence[fx.Node]) -> tuple[tuple[int, ...], fx.GraphModule]:
+        """What a batch decides, as a graph on the host of the inputs with these places."""
         graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
         needed = set[fx.Node]()
         for node in wanted:
@@ -232,7 +274,7 @@ class Sights:
                 if "device" in copied[node].kwargs:
                     copied[node].kwargs = {**copied[node].kwargs, "device": torch.device("cpu")}
         graph.output([copied[n] for n in wanted])
-        return tuple(inputs), fx.GraphModule(self._captured.module, graph), list(wanted)
+        return tuple(inputs), fx.GraphModule(self._captured.module, graph)
 
     def _decided(self, node: fx.Node) -> bool:
         """By the batch's integers alone."""
@@ -265,4 +307,4 @@ def _cuts(length: int, layout: Layout | None, most: int) -> np.ndarray:
     return np.unique(np.array([*range(0, length, step), length, *held]))
 
 
-__all__ = ["BatchSight", "Bounds", "Constants", "Sights", "is_causal", "mask_use"]
+__all__ = ["BatchLinks", "BatchSight", "Bounds", "Constants", "Extra", "Sights", "is_causal", "mask_use"]

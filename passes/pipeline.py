@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..cost_model.plan import Fallback, Plan, Rejected, Site
-from ..cost_model.volumes import COSTS, Attention
+from ..cost_model.plan import Fallback, Plan, Site
 from ..kernels.errors import AutospError
-from ..kernels.layout import Layout, contiguous, head_tail
-from ..kernels.sight import Causal, Everything
-from . import detect, facts, place
+from ..kernels.layout import Layout, contiguous
+from ..kernels.linear import TOKENS
+from . import choose, detect, facts, place
 from .capture import Captured, capture, source_line
 from .count import collectives
 from .lower import Lowering, Spread, lower
-from .mask import BatchSight, Constants, Sights
+from .mask import Constants, Extra, Sights
 from .placement import R, Shard
+from .recurrence import recurrences
 from .relation import operands, shape
+from .rules.linear import OPERATORS
 from .sites import SiteContext
 from .strategies import LOWERINGS
 from .verify import verify
@@ -48,7 +49,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
-            ("strategy", self.strategy, (None, *LOWERINGS)),
+            ("strategy", self.strategy, (None, *choose.STRATEGIES)),
             ("outputs", self.outputs, ("local", "gather")),
             ("compiler", self.compiler, ("inductor", "aot_eager")),
             ("grad_sync", self.grad_sync, ("autosp", "external")),
@@ -59,12 +60,12 @@ class Settings:
 
 @dataclass
 class Compiled:
-    """A rank's local graph, its plan, and what it takes after the graph's own inputs: "seed", and cells of each batch."""
+    """A rank's local graph, its plan, and what it takes after the graph's own inputs: "seed", and what each batch says."""
 
     module: fx.GraphModule
     captured: Captured
     plan: Plan
-    extras: tuple[str | BatchSight, ...]
+    extras: tuple[str | Extra, ...]
     sites: list[detect.Region] = field(default_factory=list)
 
 
@@ -76,13 +77,14 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], spread: Spr
 
 def compile_captured(captured: Captured, spread: Spread, settings: Settings) -> Compiled:
     """A captured graph into this rank's local graph and the plan."""
-    arrange = (LOWERINGS[settings.strategy].layout if settings.strategy else None) or contiguous
+    arrange = (LOWERINGS[settings.strategy].layout if settings.strategy in LOWERINGS else None) or contiguous
     known = facts.read(captured, spread.ranks, arrange)
     _refuse_short(captured, known, settings)
     types = _typed(captured, known, settings)
     ctx = SiteContext(known, Sights(captured, Constants(captured)))
     regions, refused = detect.regions(captured, known, types)
-    sites = [_choose(region, ctx, types, settings) for region in regions]
+    sites = [choose.attention(region, ctx, types, settings.strategy) for region in regions]
+    sites += [choose.recurrence(site, ctx, types, settings.strategy) for site in recurrences(captured.module.graph, types)]
     decisions = place.decide(captured, known, types, settings.outputs == "gather")
     module, low = lower(captured, known, decisions, spread)
     fake_mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in captured.module.graph.nodes if n.op == "placeholder"])
@@ -98,6 +100,7 @@ def _refuse_short(captured: Captured, known: facts.Facts, settings: Settings) ->
     lengths = [shape(n)[-2] for n in captured.module.graph.nodes if n.target is detect.SDPA for n in operands(n)[:2]]
     for node in facts.score_matmuls(captured.module.graph):
         lengths += shape(node)[-2:]
+    lengths += [shape(operands(n)[0])[TOKENS] for n in captured.module.graph.nodes if n.target in OPERATORS]
     for node, item in known.inputs.items():
         dim = _hint(item, settings)
         if item.kind == "data" and not node.meta["val"].is_floating_point() and dim is not None and len(shape(node)) > dim:
@@ -147,6 +150,8 @@ def _seeds(captured: Captured, known: facts.Facts, settings: Settings) -> place.
     for node in captured.module.graph.nodes:
         if node.target is detect.SDPA:
             start(node, 0, -2)
+        elif node.target in OPERATORS:
+            start(node, 0, TOKENS)
         elif node.target is aten.embedding.default and operands(node)[1] in known.from_data:
             index = operands(node)[1]
             dims = {_hint(item, settings) for item in known.inputs.values() if item.kind == "data"} - {None}
@@ -181,123 +186,6 @@ def _seed(seeds: place.Seeds, user: fx.Node, node: fx.Node, s: Shard) -> None:
             row[i] = s
 
 
-# Choosing -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    region: detect.Region
-    site: Site
-
-
-def _sizes(region: detect.Region, ctx: SiteContext) -> Attention:
-    """The region's sizes, read off the activations that enter it."""
-    rows = [use for use in region.leaves if use[1].row is not None and use[1].col is None and ctx.travels(use)]
-    cols = [use for use in region.leaves if use[1].col is not None and use[1].row is None and ctx.travels(use)]
-    out = shape(region.closing)
-    batch = 1
-    for d, size in enumerate(out[:-1]):
-        batch *= size if d not in (region.axes.row, region.axes.head) else 1
-
-    def inner(use: detect.Use) -> int:
-        node, axes = use
-        held = [shape(node)[d] for d in (axes.row, axes.col, axes.head) if d is not None]
-        count = node.meta["val"].numel()
-        for size in (*held, batch):
-            count //= max(1, size)
-        return max(1, count)
-
-    groups = max((region.groups.get(use, 1) for use in cols), default=1)
-    dims = [inner(use) for use in cols]
-    return Attention(
-        batch,
-        region.heads,
-        region.heads // groups,
-        region.row.length,
-        region.columns,
-        sum(inner(use) for use in rows) or (dims[0] if dims else 1),
-        dims[-1] if dims else 1,
-        region.closing.meta["val"].element_size(),
-        ctx.ranks,
-        *ctx.band(region),
-    )
-
-
-def _choose(region: detect.Region, ctx: SiteContext, types: place.Types, settings: Settings) -> _Chosen:
-    """The strategy that sends least among those that apply (or the one that was asked for), put into the types."""
-    sizes = _sizes(region, ctx)
-    reasons = {name: _unusable(region, name, ctx) for name in LOWERINGS}
-    priced = {
-        name: replace(sizes, latent=row.latent(region, ctx), moved=row.moved(region, ctx), inner=row.inner(region, ctx.ranks))
-        if reasons[name] is None
-        else replace(sizes, inner=row.inner(region, ctx.ranks))
-        for name, row in LOWERINGS.items()
-    }
-    prices = {name: COSTS[name](priced[name]) for name in LOWERINGS}
-    usable = [name for name in LOWERINGS if reasons[name] is None]
-    best = min(usable, key=lambda name: sum(prices[name]))
-    note = ""
-    if settings.strategy is not None:
-        if reasons[settings.strategy] is None:
-            best = settings.strategy
-        else:
-            note = f"{settings.strategy} cannot apply: {reasons[settings.strategy]}"
-    if priced[best].latent:
-        note = "; ".join(filter(None, [note, f"keys and values travel as their latent, {priced[best].latent} B a position"]))
-    types.recipes[region.closing] = LOWERINGS[best].lower(region, ctx)
-    rejected = tuple(
-        Rejected(
-            n,
-            reasons[n]
-            or ("not asked for" if settings.strategy else "sends no less" if prices[n] == prices[best] else "sends more"),
-            _sum(prices[n], reasons[n]),
-        )
-        for n in LOWERINGS
-        if n != best
-    )
-    site = Site(
-        detect.module_path(region.closing),
-        "softmax attention" if region.softmax else "pairwise",
-        best,
-        source_line(region.closing),
-        sizes.batch,
-        sizes.q_heads,
-        sizes.kv_heads,
-        sizes.q_seq,
-        sizes.kv_seq,
-        sizes.head_dim,
-        sizes.value_dim,
-        _mask_name(region, ctx),
-        prices[best][0],
-        prices[best][1],
-        note,
-        rejected,
-    )
-    return _Chosen(region, site)
-
-
-def _unusable(region: detect.Region, name: str, ctx: SiteContext) -> str | None:
-    """Why a strategy cannot be taken for a region, or None. The layout is one choice for the whole model."""
-    if LOWERINGS[name].layout not in (None, ctx.facts.arrange):
-        return f"the model's sequence is in {_layout_name(ctx.facts)} layout"
-    return LOWERINGS[name].inapplicable(region, ctx)
-
-
-def _layout_name(known: facts.Facts) -> str:
-    return "head-tail" if known.arrange is head_tail else "contiguous"
-
-
-def _sum(price: tuple[int, int], reason: str | None) -> int | None:
-    return None if reason else sum(price)
-
-
-def _mask_name(region: detect.Region, ctx: SiteContext) -> str:
-    if region.closing.target is not detect.SDPA:
-        return "by rows"
-    sight = ctx.sight(region)
-    return {Causal: "causal", Everything: "none", BatchSight: "by batch"}.get(type(sight), "by rows")
-
-
 # The plan -----------------------------------------------------------------------------------------
 
 
@@ -306,7 +194,7 @@ def _plan(
     types: place.Types,
     decisions: place.Decisions,
     low: Lowering,
-    sites: Sequence[_Chosen],
+    sites: Sequence[Site],
     refused: Mapping[fx.Node, str],
     settings: Settings,
 ) -> Plan:
@@ -319,9 +207,9 @@ def _plan(
         names.append(f"{_shape_text(node)} {placement}")
     return Plan(
         low.ranks,
-        tuple(sorted({s.site.q_seq for s in sites} | {s.site.kv_seq for s in sites}, reverse=True)),
-        _layout_name(low.facts),
-        tuple(s.site for s in sites),
+        tuple(sorted({s.q_seq for s in sites} | {s.kv_seq for s in sites}, reverse=True)),
+        choose.layout_name(low.facts),
+        tuple(sites),
         tuple(Fallback(_op_name(g.node), source_line(g.node), g.bytes, g.reason) for g in types.gathered),
         collectives(low),
         tuple(names),

@@ -97,8 +97,8 @@ class ProgramBuilder:
     def seed(self) -> fx.Node:
         return self._extra("seed", Axes(None, None, None))
 
-    def cells(self, sight: Any) -> fx.Node:
-        raise AssertionError("sights are for whole regions, not inside one")
+    def of_batch(self, what: Any) -> fx.Node:
+        raise AssertionError("what a batch says is for whole regions, not inside one")
 
     # Leaves -------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from ..kernels.errors import AutospError
 from .capture import Captured, source_line
 from .lower import Lowering
-from .mask import BatchSight
 from .placement import Placement, Shard
 from .relation import shape
 
@@ -36,12 +35,8 @@ def verify(module: fx.GraphModule, captured: Captured, low: Lowering, fake_mode:
     fakes = [n.meta["val"] for n in captured.module.graph.nodes if n.op == "placeholder"]
     with fake_mode:
         for what in low.extras:
-            cells = what.atmost.cells if isinstance(what, BatchSight) else None
-            fakes.append(
-                torch.empty((), dtype=torch.int64, device=fakes[0].device)
-                if cells is None
-                else torch.empty(cells.shape, dtype=torch.int8)
-            )
+            seed = torch.empty((), dtype=torch.int64, device=fakes[0].device)
+            fakes.append(seed if isinstance(what, str) else torch.empty_like(what.example))
     with fake_mode, torch.no_grad():
         _Shapes(module).run(*fakes)
     for (node, placement), emitted in low.env.items():

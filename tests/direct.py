@@ -17,7 +17,6 @@ from autosp.mesh import resolve
 from autosp.parallelizer import tracing
 from autosp.passes import recognise
 from autosp.passes.capture import capture
-from autosp.passes.mask import BatchSight
 from autosp.passes.pipeline import Compiled, Settings, compile_captured
 
 aten = torch.ops.aten
@@ -60,5 +59,5 @@ class Lowered:
 
     def _step(self, *args: Any) -> Any:
         compiled = self.compiled[self.strategy]
-        extras = [what(args) if isinstance(what, BatchSight) else torch.tensor(self.seed) for what in compiled.extras]
+        extras = [torch.tensor(self.seed) if isinstance(what, str) else what(args) for what in compiled.extras]
         return compiled.module(*args, *extras)

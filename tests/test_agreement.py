@@ -17,8 +17,8 @@ import autosp
 from autosp.check import refusal_in
 from autosp.kernels import agree
 from autosp.kernels.agree import DisagreementError
+from autosp.passes.choose import STRATEGIES
 from autosp.passes.pipeline import SequenceError, StrategyError
-from autosp.passes.strategies import LOWERINGS
 from pool import Pool
 
 SECONDS = 60.0  # far below the 600 s after which gloo gives up
@@ -240,7 +240,7 @@ def test_a_sequence_shorter_than_the_ranks_is_refused(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"strategy": "rings"}, "strategy='rings' is not known; choose from None, " + ", ".join(map(repr, LOWERINGS))),
+        ({"strategy": "rings"}, "strategy='rings' is not known; choose from None, " + ", ".join(map(repr, STRATEGIES))),
         ({"outputs": "whole"}, "outputs='whole' is not known; choose from 'local', 'gather'"),
         ({"compiler": "eager"}, "compiler='eager' is not known; choose from 'inductor', 'aot_eager'"),
         ({"grad_sync": "ddp"}, "grad_sync='ddp' is not known; choose from 'autosp', 'external'"),

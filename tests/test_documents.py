@@ -178,7 +178,7 @@ def test_masks_are_exact_under_every_strategy(pool: Pool, ranks: int, names: lis
             blockwise = name != "every other column of a window" or strategy in ("all-to-all", "gather-kv")
             assert site.strategy == strategy or strategy == "halo" or not blockwise, (name, strategy, site)
             assert plan.fallbacks == ()
-            assert (site.mask == "by batch") == (name in BY_BATCH), (name, site.mask)
+            assert (site.sees == "mask by batch") == (name in BY_BATCH), (name, site.sees)
 
 
 # One graph, many batches.
@@ -198,7 +198,7 @@ def other_documents(mesh: DeviceMesh, strategy: str, check_batch: bool) -> tuple
         errors.append(max(abs(loss - want), gradient_error(plain, parallel)))
         sent.append(sum(watch.sent.values()))
         plans.add(id(parallel.autosp_plan))
-    assert {s.mask for s in parallel.autosp_plan.sites} == {"by batch"}
+    assert {s.sees for s in parallel.autosp_plan.sites} == {"mask by batch"}
     return errors, sent, len(plans)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autosp.kernels import all_scan, linear, reference
-from autosp.kernels.all_scan import ALGORITHMS, Scan
+from autosp.kernels.all_scan import ALGORITHMS, ALONE, Scan
 from autosp.kernels.layout import contiguous
 from pool import Pool
 
@@ -78,7 +78,7 @@ def test_chunks_equal_tokens(decay: str | None, remove: bool, keep: bool) -> Non
     for length, exclusive, starts, groups in itertools.product((1, 64, 150), (False, True), ((), (0, 37, 101)), (1, 2)):
         xs = operands(length, decay, remove, [s for s in starts if s < length], groups)
         out, grads = expected(xs, exclusive)
-        got = linear.LinearAttention.apply(*xs, None, 0.7, exclusive, None, keep)
+        got = linear.LinearAttention.apply(*xs, None, 0.7, exclusive, ALONE, keep)
         back = torch.autograd.grad(got, wanted(xs), cotangents(got))
         assert worst([*got, *back], [*out, *grads]) < 1e-11, (length, exclusive, starts, groups)
 
@@ -109,7 +109,7 @@ def test_extreme_gates_are_finite_and_right(decay: str, remove: bool, dtype: tor
     out, grads = expected(exact, False)
     xs = [x if x is None else x.detach().to(dtype) for x in exact]
     given = wanted(xs)
-    got = linear.LinearAttention.apply(*xs, None, 0.7, False, None, True)
+    got = linear.LinearAttention.apply(*xs, None, 0.7, False, ALONE, True)
     tangents = [c.to(x.dtype) for c, x in zip(cotangents(out), got, strict=True)]
     back = torch.autograd.grad(got, given, tangents)
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
@@ -126,7 +126,7 @@ def test_memory_behind_the_end_does_not_matter() -> None:
         room = torch.full((2, 80, *x.shape[2:]), torch.nan, dtype=x.dtype)  # type: ignore[union-attr]
         room[:, :70] = x.detach()  # type: ignore[union-attr]
         poisoned.append(room[:, :70])
-    got = linear.LinearAttention.apply(*poisoned, None, xs[6], None, 0.7, False, None, True)
+    got = linear.LinearAttention.apply(*poisoned, None, xs[6], None, 0.7, False, ALONE, True)
     assert worst(got, out) < 1e-11
 
 

@@ -190,5 +190,5 @@ def test_every_other_strategy_has_a_reason_and_a_price() -> None:
 
 def test_a_window_is_cheapest_by_its_neighbours() -> None:
     site = plan_of(OneAttention(8, 8, 5), "halo").sites[0]
-    assert (site.strategy, site.mask) == ("halo", "by rows") and "cannot apply" not in site.note
+    assert (site.strategy, site.sees) == ("halo", "mask by rows") and "cannot apply" not in site.note
     assert site.bytes_forward < 0.2 * min(r.bytes_sent for r in site.rejected if r.strategy in ("all-to-all", "gather-kv"))

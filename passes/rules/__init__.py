@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from . import along, attention, contractions, dispatch, indexing, losses, pointwise, sequence, views
+from . import along, attention, contractions, dispatch, indexing, linear, losses, pointwise, sequence, views
 from .base import Rule
 
 RULES: dict[object, Rule] = {
@@ -20,6 +20,7 @@ RULES: dict[object, Rule] = {
     **losses.RULES,
     **attention.RULES,
     **dispatch.RULES,
+    **linear.RULES,
 }
 
 

@@ -50,8 +50,8 @@ class Builder(Protocol):
         """The step's random seed, an int64 scalar equal on all ranks."""
         ...
 
-    def cells(self, sight: Any) -> fx.Node:
-        """What the rows of the step's batch see (`mask.BatchSight`)."""
+    def of_batch(self, what: Any) -> fx.Node:
+        """What the step's batch says on the host (`mask.Extra`): what rows see, where documents go on."""
         ...
 
 
@@ -87,7 +87,7 @@ class Rule:
                     sums.append((t, s))
         if len(outs) == 2:
             row, col = sorted(outs)
-            return Recipe(Pairwise(outs[row], outs[col]), (), _never)
+            return Recipe(Pairwise(outs[row], outs[col]), (), never)
         if len(outs) == 1:
             return self.version(node, next(iter(outs.values())))
         if not outs and sums:
@@ -123,7 +123,7 @@ class Rule:
         return b.run(node, values)
 
 
-def _never(b: Builder, values: Sequence[fx.Node]) -> fx.Node:
+def never(b: Builder, values: Sequence[fx.Node]) -> fx.Node:
     raise AssertionError("a pairwise value is only computed in a version its consumer names")
 
 

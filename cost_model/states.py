@@ -1,0 +1,95 @@
+"""Bytes a rank sends for one linear attention, by strategy, as the mean over ranks (forward, backward)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """Sizes of one linear attention: heads [H, H_k], length T, a state [K, V] a head, ranks.
+
+    `decays` are the numbers a token and head has for them (0, 1 or K); with `remove` a rank's step on a state is a matrix.
+    """
+
+    batch: int
+    heads: int
+    key_heads: int
+    seq: int
+    key_dim: int
+    value_dim: int
+    decays: int
+    remove: bool
+    itemsize: int
+    ranks: int
+    node: int = 1
+
+    @property
+    def state(self) -> int:
+        """Bytes of a state: float32, or float64 with float64 inputs."""
+        return self.batch * self.heads * self.key_dim * self.value_dim * max(4, self.itemsize)
+
+    @property
+    def pair(self) -> int:
+        """Bytes of what a rank does to any state: S' = A S + B."""
+        width = self.key_dim**2 if self.remove else max(1, self.decays)
+        return self.state + self.batch * self.heads * width * max(4, self.itemsize)
+
+
+def _both(a: LinearAttention, total: int) -> tuple[int, int]:
+    sent = round(Fraction(total, a.ranks))
+    return sent, sent
+
+
+def all_scan(a: LinearAttention) -> tuple[int, int]:
+    """A chain: one state over each of P − 1 links, and no more of it where A is a matrix."""
+    return _both(a, (a.ranks - 1) * a.state)
+
+
+def log_step(a: LinearAttention) -> tuple[int, int]:
+    """⌈log₂ P⌉ exchanges of (A, B): rank r sends to r + 1, r + 2, r + 4, .."""
+    total, step = 0, 1
+    while step < a.ranks:
+        total, step = total + (a.ranks - step) * a.pair, 2 * step
+    return _both(a, total)
+
+
+def two_level(a: LinearAttention) -> tuple[int, int]:
+    """(A, B) down each node, one state from node to node, and one to each rank of a node."""
+    sizes = [min(a.node, a.ranks - start) for start in range(0, a.ranks, a.node)]
+    inside = sum(n - 1 for n in sizes)
+    return _both(a, inside * a.pair + (len(sizes) - 1 + inside) * a.state)
+
+
+def gather_states(a: LinearAttention) -> tuple[int, int]:
+    """Every (A, B) to every later rank: half of an all-gather (LASP-2)."""
+    return _both(a, a.ranks * (a.ranks - 1) // 2 * a.pair)
+
+
+def all_to_all(a: LinearAttention) -> tuple[int, int]:
+    """Heads of everything a token has, and of the result, change hands: (P − 1)/P of each."""
+    heads = [((r + 1) * a.heads // a.ranks) - (r * a.heads // a.ranks) for r in range(a.ranks)]
+    tokens = [((r + 1) * a.seq // a.ranks) - (r * a.seq // a.ranks) for r in range(a.ranks)]
+    groups = max(1, a.heads // max(1, a.key_heads))
+    keys = []
+    for r in range(a.ranks):
+        first, last = r * a.heads // a.ranks, (r + 1) * a.heads // a.ranks
+        keys.append(-(-last // groups) - first // groups if first < last else 0)
+    wide = 2 * a.value_dim + a.decays + (a.key_dim if a.remove else 0)
+    total = 0
+    for source, n in enumerate(tokens):
+        for to in range(a.ranks):
+            if to != source:
+                total += n * (heads[to] * wide + keys[to] * 2 * a.key_dim)
+    return _both(a, total * a.batch * a.itemsize)
+
+
+LINEAR_COSTS: dict[str, Callable[[LinearAttention], tuple[int, int]]] = {
+    "all-scan": all_scan,
+    "log-step": log_step,
+    "two-level": two_level,
+    "gather-states": gather_states,
+    "all-to-all": all_to_all,
+}

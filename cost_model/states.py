@@ -93,3 +93,6 @@ LINEAR_COSTS: dict[str, Callable[[LinearAttention], tuple[int, int]]] = {
     "gather-states": gather_states,
     "all-to-all": all_to_all,
 }
+
+# The exchanges of All-Scan by what the runtime calls them.
+BY_ALGORITHM = {"chain": all_scan, "log-step": log_step, "two-level": two_level, "gather": gather_states}

@@ -143,7 +143,9 @@ def scan_start(
     scan = Scan.at(algorithm, numbers, group)
     crossing = None if linked is None else linked.tolist()
     ticket = next(_tickets)
-    _pending[ticket] = _launched(lambda: _scanned(scan, program, inputs, initial, crossing), inputs[0].device)
+    _pending[ticket] = _launched(
+        lambda: [x.contiguous() for x in _scanned(scan, program, inputs, initial, crossing)], inputs[0].device
+    )
     return torch.tensor(ticket)
 
 
@@ -171,7 +173,11 @@ def scan_wait(ticket: Tensor, inputs: list[Tensor], initial: Tensor | None, prog
 @scan_wait.register_fake
 def _(ticket: Tensor, inputs: list[Tensor], initial: Tensor | None, program: str) -> list[Tensor]:
     state = _state_of(program, inputs)
-    return [state, *PROGRAMS[program].run(*inputs, state)]
+    if program in ("affine", "matrix"):
+        return [state, torch.empty_like(state)]
+    columns, through = (inputs[1], inputs[3]) if program == "carry" else (inputs[4], inputs[2])
+    states = state.new_empty(*through.shape[:3], *state.shape[-2:])
+    return [state, states, columns.new_empty(columns.shape), torch.empty_like(state)]
 
 
 def start(scan: Scan, program: str, inputs: list[Tensor], initial: Tensor | None, linked: Tensor | None) -> Tensor:

@@ -131,12 +131,25 @@ def _stage(function: Callable[..., Any], fake: Callable[..., Any] | None = None)
 
     def run(*args: Any) -> Any:
         made = getattr(_kernels(args[0].device), name)(*args)
-        return made if isinstance(made, Tensor) else [x if x.is_contiguous() and x._base is None else _owned(x) for x in made]
+        return _dense(made) if isinstance(made, Tensor) else [_dense(x) for x in made]
+
+    def empty(*args: Any) -> Any:
+        made = (fake or function)(*args)
+        return _empty(made) if isinstance(made, Tensor) else [_empty(x) for x in made]
 
     schema = torch.library.infer_schema(function, mutates_args=())
     op = torch.library.custom_op(f"asp::linear_{name}", run, mutates_args=(), schema=schema)
-    op.register_fake(fake or function)
+    op.register_fake(empty)
     return op
+
+
+def _dense(x: Tensor) -> Tensor:
+    """In the strides that the fake kernels promise, and in memory of its own: operators may not return views."""
+    return x if x.is_contiguous() and x._base is None else _owned(x)
+
+
+def _empty(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 def _kernels(device: torch.device) -> Any:
@@ -227,12 +240,11 @@ class LinearAttention(torch.autograd.Function):
         else:
             weights = inside(q, k, decay, starts, heads, *options)
             states, u, end = _again(k, v, decay, starts, here, found)
-        last = dend if back.place == 0 else None
         if here is None:
             leaving, reach, asked, total = begin_back(q, decay, starts, grad, *options)
-            ticket = all_scan.start(back, "affine", [total, asked], last, linked)
+            ticket = all_scan.start(back, "affine", [total, asked], dend, linked)
             dread, dwrite, du = inside_back(q, k, v, decay, starts, grad, weights, u, states, *options)
-            found, first = all_scan.scan_wait(ticket, [total, asked], last, "affine")
+            found, first = all_scan.scan_wait(ticket, [total, asked], dend, "affine")
             leaving = linear_torch.arrive(leaving, reach, found)
         else:
             read, _, write, through = here
@@ -242,9 +254,9 @@ class LinearAttention(torch.autograd.Function):
                 zero = torch.zeros_like(end)
                 matrix = summary(*here)[0]
                 program, inputs = "matrix", [matrix.transpose(-1, -2).contiguous(), carry_back(*inputs, zero)[2]]
-            ticket = all_scan.start(back, program, inputs, last, linked)
+            ticket = all_scan.start(back, program, inputs, dend, linked)
             dread, dwrite = inside_back(q, k, v, decay, starts, grad, weights, u, states, *options)
-            found, *made = all_scan.scan_wait(ticket, inputs, last, program)
+            found, *made = all_scan.scan_wait(ticket, inputs, dend, program)
             leaving, du, first = made if program == "carry back" else carry_back(read, write, through, asked, du, found)
         dq, dk, dv, *rest = finish_back(q, k, v, decay, remove, starts, dread, dwrite, du, u, states, end, leaving, *options)
         given = iter(rest)
@@ -252,7 +264,8 @@ class LinearAttention(torch.autograd.Function):
         dremove = None if remove is None else next(given)
         dinitial = None
         if initial is not None:
-            dinitial = (first if back.place == back.ranks - 1 else torch.zeros_like(first)).to(initial.dtype)
+            # A product on every rank: a collective that did not depend on the cotangent would leave the backward graph.
+            dinitial = (first * float(back.place == back.ranks - 1)).to(initial.dtype)
         return dq, dk, dv, ddecay, dremove, None, dinitial, None, None, None, None, None
 
 
@@ -284,8 +297,7 @@ class _Trip:
             program, inputs = "carry", list(local)
             if scan.algorithm != "chain":
                 program, inputs = "matrix", summary(*local)
-        first = initial if scan.place == 0 else None
-        return cls(inputs, program, all_scan.start(scan, program, inputs, first, linked), first, local)
+        return cls(inputs, program, all_scan.start(scan, program, inputs, initial, linked), initial, local)
 
     def ended(self, removing: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """The state found, those that each chunk finds, u where it is not v, and the last."""

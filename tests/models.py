@@ -13,10 +13,11 @@ import models_attention
 import models_loss
 import models_memory
 import models_mixing
+import models_recurrent
 from models_common import Build
 from torch import Tensor
 
-FILES = (models_architecture, models_attention, models_loss, models_memory, models_mixing)
+FILES = (models_architecture, models_attention, models_loss, models_memory, models_mixing, models_recurrent)
 
 MODELS: dict[str, Build] = {name: make for file in FILES for name, make in file.MODELS.items()}
 DROPOUT_MODELS: dict[str, Build] = models_architecture.DROPOUT_MODELS

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from conftest import FULL
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.flop_counter import FlopCounterMode
 
-from autosp.kernels import all_scan, linear, reference
+from autosp.kernels import all_scan, linear, linear_torch, reference
 from autosp.kernels.all_scan import ALGORITHMS, ALONE, Scan
 from autosp.kernels.layout import contiguous
 from pool import Pool
@@ -224,6 +226,45 @@ def test_other_algorithms_send_what_they_should(pool: Pool) -> None:
     forward = [f for f, _ in pool.run(sent, "log-step", "scalar", (), on=4)]
     assert forward == [2 * pair, 2 * pair, pair, 0]
     assert [f for f, _ in pool.run(sent, "gather", "scalar", (), on=4)] == [3 * pair, 2 * pair, pair, 0]
+
+
+def flops(mesh: DeviceMesh, remove: bool) -> tuple[int, int]:
+    """Of a rank's step on its tokens: with All-Scan, and as if they were all there are."""
+    found = []
+    rank, ranks, group = mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name
+    for scan in (Scan("chain", rank, ranks, group), ALONE):
+        xs = operands(256, "vector", remove, initial=False)
+        given = wanted(xs)
+        with counted() as counter:
+            out, _ = linear.LinearAttention.apply(*xs, None, 1.0, False, scan, True)
+            torch.autograd.grad(out.sum(), given)
+        found.append(counter.get_total_flops())
+    return found[0], found[1]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[FlopCounterMode]:
+    """Counts what is inside our operators too: they run as the plain functions that they are, in the calling thread."""
+    stages = [name for name in vars(linear) if callable(getattr(linear_torch, name, None)) and name not in ("accumulator", "cut")]
+    held: dict[int, list[Tensor]] = {}
+
+    def start(scan: Scan, program: str, inputs: list[Tensor], initial: Tensor | None, linked: Tensor | None) -> int:
+        held[len(held)] = all_scan._scanned(scan, program, inputs, initial, linked)
+        return len(held) - 1
+
+    with pytest.MonkeyPatch.context() as patch, FlopCounterMode(display=False) as counter:
+        for name in stages:
+            patch.setattr(linear, name, getattr(linear_torch, name))
+        patch.setattr(all_scan, "start", start)
+        patch.setattr(all_scan, "scan_wait", lambda ticket, *_: held.pop(ticket))
+        yield counter
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_all_scan_does_no_work_twice(pool: Pool, remove: bool) -> None:
+    """A rank's multiplications are those of one device on as many tokens."""
+    for here, alone in pool.run(flops, remove, on=3):
+        assert alone > 1e6 and here <= 1.05 * alone, (here, alone)
 
 
 def test_blocks_cover_a_state() -> None:

@@ -18,12 +18,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import json
-import os
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +42,10 @@ from autosp.kernels.comm import take
 from autosp.kernels.layout import Layout, contiguous, head_tail
 from autosp.kernels.schedule import Tile, Tiling, owner_computes
 from autosp.kernels.sight import Causal
+from benchmarks.timing import measure, rows
 
 aten = torch.ops.aten
 SEQ, HEADS, HEAD_DIM = 4096, 8, 64
-FOREIGN = 0.1  # of the cores' time: a timing during which other processes had more is taken again
-LOOK = 0.2  # seconds for which they must have had less before a timing starts
 TOLERANCE = 1e-4  # of an output or gradient, relative to the largest value: float32 sums in another order
 STRATEGIES = {
     "all-to-all": contiguous,
@@ -66,7 +61,8 @@ PEER = "torch ring template"
 @dataclass(frozen=True)
 class Contender:
     """`step` is the forward and backward pass. After one, `result` gives this rank's rows of the output, in `layout`, and the
-    derivatives of the cotangent's product with it when q, k and v grow by a common factor, [3]."""
+    derivatives of the cotangent's product with it when q, k and v grow by a common factor, [3].
+    """
 
     step: Callable[[], object]
     layout: Layout | None = None
@@ -228,39 +224,8 @@ def peer(problem: Problem) -> Contender:
 # Timing -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Timing:
-    """ms: of the slowest rank, all having started together; foreign: the cores' time that other processes' code had meanwhile."""
-
-    ms: float
-    foreign: float
-
-
-def once(step: Callable[[], object], until: float) -> Timing:
-    while dist.get_rank() == 0 and time.monotonic() < until:  # the others wait at the barrier
-        before = _user_seconds()
-        time.sleep(LOOK)
-        if _user_seconds() - before < FOREIGN * LOOK * (os.cpu_count() or 1):
-            break
-    dist.barrier()
-    start, everyone, own = time.perf_counter(), _user_seconds(), os.times().user
-    step()
-    slowest = torch.tensor([time.perf_counter() - start, _user_seconds() - everyone], dtype=torch.float64)
-    used = torch.tensor([os.times().user - own], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    dist.all_reduce(used)
-    seconds, total = slowest.tolist()
-    return Timing(seconds * 1e3, max(0.0, total - used.item()) / seconds / (os.cpu_count() or 1))
-
-
-def _user_seconds() -> float:
-    """All processes' time outside the kernel, on all cores, and what the hypervisor took (Linux)."""
-    user, nice, *_, steal = Path("/proc/stat").read_text().split()[1:9]
-    return (int(user) + int(nice) + int(steal)) / os.sysconf("SC_CLK_TCK")
-
-
-def measure(problem: Problem, mesh: DeviceMesh, rounds: int, only: Sequence[str], patience: float) -> dict[str, list[Timing]]:
-    """The timings of each contender. For `patience` seconds it waits for quiet, and takes those that others disturbed again."""
+def contenders(problem: Problem, mesh: DeviceMesh, only: Sequence[str]) -> dict[str, Contender]:
+    """Each is checked first."""
     found = {ALONE[0]: heads_alone(problem), ALONE[1]: tiles_alone(problem)}
     for name in STRATEGIES:
         if not only or name in only:
@@ -269,40 +234,7 @@ def measure(problem: Problem, mesh: DeviceMesh, rounds: int, only: Sequence[str]
         found[PEER] = peer(problem)
     for name, contender in found.items():
         problem.check(name, contender)
-    timings: dict[str, list[Timing]] = {name: [] for name in found}
-    gc.collect()
-    gc.disable()
-    last = time.monotonic() + patience
-    while any(sum(t.foreign <= FOREIGN for t in each) < rounds for each in timings.values()):
-        for name, contender in found.items():
-            timings[name].append(once(contender.step, last))
-        if _agreed(time.monotonic() > last) and len(timings[ALONE[0]]) >= rounds:
-            break
-    gc.enable()
-    return {name: _undisturbed(each, rounds) for name, each in timings.items()}
-
-
-def _undisturbed(each: list[Timing], rounds: int) -> list[Timing]:
-    quiet = [t for t in each if t.foreign <= FOREIGN]
-    return quiet if len(quiet) >= rounds else sorted(each, key=lambda t: t.foreign)[:rounds]
-
-
-def _agreed(mine: bool) -> bool:
-    late = torch.tensor(int(mine))
-    dist.broadcast(late, 0)
-    return bool(late)
-
-
-def rows(kv_heads: int, timings: dict[str, list[Timing]]) -> list[dict[str, Any]]:
-    """Per contender: lower quartile, median and upper quartile in ms, and the same ÷ the median of compute alone."""
-    alone = min(statistics.median(t.ms for t in timings[name]) for name in ALONE)
-    out = []
-    for name, each in timings.items():
-        spread = statistics.quantiles([t.ms for t in each], n=4, method="inclusive") if len(each) > 1 else [each[0].ms] * 3
-        ms, ratio = ([round(x / unit, 3) for x in spread] for unit in (1, alone))
-        foreign = round(statistics.mean(t.foreign for t in each), 3)
-        out.append({"kv_heads": kv_heads, "name": name, "rounds": len(each), "foreign": foreign, "ms": ms, "ratio": ratio})
-    return out
+    return found
 
 
 def table(found: Sequence[dict[str, Any]], kv_heads: Sequence[int]) -> Table:
@@ -335,7 +267,8 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     for kv_heads in args.kv_heads:
         problem = Problem(kv_heads, dist.get_rank(), dist.get_world_size())
-        found += rows(kv_heads, measure(problem, mesh, args.rounds, args.only, args.patience))
+        steps = {name: contender.step for name, contender in contenders(problem, mesh, args.only).items()}
+        found += rows(measure(steps, args.rounds, args.patience), ALONE, kv_heads=kv_heads)
     if problem.rank == 0:
         Console(width=130).print(table(found, args.kv_heads))
         if args.out is not None:

@@ -17,7 +17,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-STRATEGIES = "all-to-all, gather-kv, ring, balanced-ring, ring-a2a or halo"
+STRATEGIES = (
+    "all-to-all, gather-kv, ring, balanced-ring, ring-a2a or halo for attention; "
+    "all-scan, log-step, two-level, gather-states or all-to-all for linear attention"
+)
 MODEL_HELP = "file.py:factory or package.module:factory, returning (module, inputs); or a transformers model type such as llama"
 
 
@@ -28,7 +31,7 @@ def check(
     seq_len: Annotated[int, typer.Option(min=1, help="tokens, for a transformers model type")] = 96,
     batch: Annotated[int, typer.Option(min=1, help="sequences, for a transformers model type")] = 2,
     dtype: Annotated[str | None, typer.Option(help="float64 or float32; float64 if not given, or float32 for experts")] = None,
-    strategy: Annotated[str | None, typer.Option(help=STRATEGIES + ", for every attention that it applies to")] = None,
+    strategy: Annotated[str | None, typer.Option(help=STRATEGIES + ": for all that it applies to")] = None,
     mesh: Annotated[str | None, typer.Option(help="such as dp=2,sp=2")] = None,
     compiler: Annotated[str, typer.Option(help="aot_eager or inductor")] = "aot_eager",
     timeout: Annotated[float, typer.Option(min=1, help="seconds for the whole run")] = 600.0,

@@ -8,7 +8,7 @@ per head with the delta rule ("delta"). Each round times each contender once: a 
 milliseconds. Medians and quartiles; ratios are to "alone", the same kernels on the same tokens with no state from elsewhere,
 all ranks at once. Ours overlap what needs no state with the exchange. The others are what is published, on the same kernels:
 
-    gather, blocking    every rank gathers all (A, S) and folds those before it, then goes on (LASP-2; a delta rule's A is a matrix)
+    gather, blocking    every rank gathers all (A, S), folds those before it and goes on (LASP-2; with "delta", A is a matrix)
     chain, blocking     one state from rank to rank in one piece, and everyone waits (LASP-1)
 
 Before it is timed, every contender's output and gradients are compared with the chain's.

@@ -26,6 +26,11 @@ FAMILIES = (
     "llama", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "olmo2",
     "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "bert", "vit", "t5",
 )  # fmt: skip
+# With recurrences or short convolutions, most of them between layers of attention.
+LINEAR_FAMILIES = (
+    "qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "minimax", "mamba2", "bamba", "nemotron_h", "granitemoehybrid",
+    "falcon_h1", "zamba2", "mamba", "falcon_mamba", "jamba", "lfm2", "recurrent_gemma", "rwkv", "xlstm",
+)  # fmt: skip
 
 Inputs = dict[str, torch.Tensor]
 
@@ -54,6 +59,19 @@ TINY: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.02,
     "query_pre_attn_scalar": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
+    "linear_num_heads": 3,
+    "linear_head_dim": 12,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_ngroups": 2,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 4,
+    "mamba_chunk_size": 16,
     "initializer_range": 0.1,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -92,6 +110,43 @@ FAMILY: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 32,
         },
     },
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
+    "mamba2": {"num_heads": 6, "state_size": 8, "n_groups": 2, "chunk_size": 16},
+    "bamba": {"attn_layer_indices": [1]},
+    "nemotron_h": {
+        "layer_types": ["linear_attention", "full_attention", "mlp"],
+        "num_hidden_layers": None,
+        "n_routed_experts": 0,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "rescale_prenorm_residual": False,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_intermediate_size": 32,
+        "num_local_experts": 0,
+        "output_router_logits": False,
+    },
+    "falcon_h1": {"mamba_d_ssm": 96},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 6, "chunk_size": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "minimax": {"block_size": 16},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "rwkv": {"hidden_size": 24},
+    "xlstm": {"num_heads": 4, "chunk_size": 16, "ffn_round_up_to_multiple_of": 16},
     "vit": {"pooler_output_size": 48},
     "t5": {"decoder_start_token_id": 0, "relative_attention_num_buckets": 8},
 }
@@ -99,7 +154,7 @@ FAMILY: dict[str, dict[str, Any]] = {
 
 def default_dtype(model_type: str) -> torch.dtype:
     """float64, or float32 for a family with experts: transformers' grouped matmul has no float64."""
-    config = _config_class(model_type)()
+    config = tiny_config(model_type, seq_len=1)
     experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
     return torch.float32 if experts else torch.float64
 
@@ -183,6 +238,9 @@ def _randomise_constants(model: nn.Module) -> None:
         for p in model.parameters():
             if p.is_floating_point() and p.numel() and bool((p == p.flatten()[0]).all()):
                 p.add_(0.1 * torch.randn_like(p))
+        for name, p in model.named_parameters():
+            if name.endswith("A_log"):  # decays that leave something of a state after a hundred tokens
+                p.uniform_(0.02, 0.2).log_()
 
 
 def _causal(config: Any, seq_len: int, batch: int, generator: torch.Generator) -> Inputs:

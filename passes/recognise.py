@@ -1,8 +1,9 @@
 """Functions recognised before Dynamo traces them, so that they stay whole.
 
-transformers looks up its mixture-of-experts forward in a public registry. While Dynamo traces, the registered function
-is one call of the custom op `asp::token_local`, which also runs and differentiates by itself, so that a
-graph that some other compiler takes is right too. Outside tracing nothing changes.
+Recurrences and convolutions of known libraries are swapped one by one (`swap`). Of its mixture-of-experts forwards
+transformers keeps a public registry: while Dynamo traces, the registered function is one call of the custom op
+`asp::token_local`. Our operators also run and differentiate by themselves, so that a graph that some other compiler takes is
+right too. Outside tracing nothing changes.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import torch
 from torch import Tensor
 
 from ..kernels import token_local
+from . import swap
 
 _WRAPPED: set[Callable[..., Any]] = set()
 _count = itertools.count()
 
 
 def install() -> None:
-    """Wrap what transformers has registered, if it is loaded. Safe to call again."""
+    """Wrap what is loaded of the libraries known. Safe to call again."""
+    swap.install()
     moe = sys.modules.get("transformers.integrations.moe")
     if moe is None:
         return

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
+from autosp.cost_model import states
 from autosp.kernels import all_scan, linear, linear_torch, reference
 from autosp.kernels.all_scan import ALGORITHMS, ALONE, Scan
 from autosp.kernels.layout import contiguous
@@ -184,7 +185,7 @@ def test_shards_may_be_shorter_than_a_chunk(pool: Pool) -> None:
     assert max(map(max, pool.run(on_ranks, cases, on=4))) < 1e-11
 
 
-def sent(mesh: DeviceMesh, algorithm: str, decay: str, starts: tuple[int, ...]) -> tuple[int, int]:
+def sent(mesh: DeviceMesh, algorithm: str, decay: str, starts: tuple[int, ...], remove: bool = False) -> tuple[int, int]:
     """Bytes this rank posts forward and backward."""
     posted, send = [0], all_scan._send
 
@@ -195,12 +196,12 @@ def sent(mesh: DeviceMesh, algorithm: str, decay: str, starts: tuple[int, ...]) 
     all_scan._send = counted
     try:
         rank, ranks = mesh.get_local_rank(), mesh.size()
-        xs = operands(96, decay, False, starts, initial=False, dtype=torch.bfloat16)
+        xs = operands(96, decay, remove, starts, initial=False, dtype=torch.bfloat16)
         a, b = contiguous(96, ranks).shards[rank][0]
         mine = [x if x is None else x[:, a:b].detach().clone() for x in xs]
         given = wanted(mine)
         linked = torch.tensor([s[0][0] not in starts for s in contiguous(96, ranks).shards[1:]])
-        scan = Scan(algorithm, rank, ranks, mesh.get_group().group_name, 3)
+        scan = Scan(algorithm, rank, ranks, mesh.get_group().group_name, 3, 2)
         out, _ = linear.LinearAttention.apply(*mine, linked, 1.0, False, scan, True)
         forward = posted[0]
         torch.autograd.grad(out.float().sum(), given)
@@ -221,11 +222,13 @@ def test_nothing_is_sent_between_documents(pool: Pool) -> None:
     assert pool.run(sent, "chain", "scalar", (24, 72), on=4) == [(0, 0), (STATE, 0), (0, STATE), (0, 0)]
 
 
-def test_other_algorithms_send_what_they_should(pool: Pool) -> None:
-    pair = STATE + 2 * 4 * 4
-    forward = [f for f, _ in pool.run(sent, "log-step", "scalar", (), on=4)]
-    assert forward == [2 * pair, 2 * pair, pair, 0]
-    assert [f for f, _ in pool.run(sent, "gather", "scalar", (), on=4)] == [3 * pair, 2 * pair, pair, 0]
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_what_is_sent_is_what_the_plan_says(pool: Pool, algorithm: str) -> None:
+    """The formulas of the cost model, with A a number, a diagonal and a matrix."""
+    for decay, remove in (("scalar", False), ("vector", False), ("vector", True)):
+        posted = pool.run(sent, algorithm, decay, (), remove, on=4)
+        sizes = states.LinearAttention(2, 4, 4, 96, 6, 5, 6 if decay == "vector" else 1, remove, 2, 4, 2)
+        assert tuple(sum(each) // 4 for each in zip(*posted, strict=True)) == states.BY_ALGORITHM[algorithm](sizes)
 
 
 def flops(mesh: DeviceMesh, remove: bool) -> tuple[int, int]:

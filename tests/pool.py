@@ -130,6 +130,9 @@ def _worker(rank: int, store: str, conn: Connection) -> None:
     launch.join_group(rank, WORLD, store, 600.0)
     # Groups are made on all ranks in the same order, members or not.
     meshes = {key: _mesh(shape) for key, shape in SHAPES.items()}
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()  # modules stay: the collection after each task need not look through them
     while True:
         try:
             on, payload = conn.recv()

@@ -34,7 +34,11 @@ def every_strategy() -> list[tuple[str, int, int]]:
 def strategies_for(family: str) -> tuple[str, ...]:
     """Three in turn, and the window's own where there is one."""
     turn = zoo.FAMILIES.index(family) % 2
-    return STRATEGIES if FULL else tuple(s for i, s in enumerate(STRATEGIES) if i % 2 == turn or (s == "halo" and family in WINDOWED))
+    return (
+        STRATEGIES
+        if FULL
+        else tuple(s for i, s in enumerate(STRATEGIES) if i % 2 == turn or (s == "halo" and family in WINDOWED))
+    )
 
 
 def run_all(mesh: DeviceMesh, family: str, length: int) -> dict[str, tuple[float, Any]]:
@@ -45,13 +49,18 @@ def run_all(mesh: DeviceMesh, family: str, length: int) -> dict[str, tuple[float
     lowered, found = Lowered(module, mesh, strategies_for(family)), {}
     for strategy in lowered.strategies:
         lowered.strategy = strategy
-        module.zero_grad()
-        torch.manual_seed(0)
-        with Float64() if reference.casts else contextlib.nullcontext():
-            loss = loss_of(call(lowered, inputs))
-        loss.backward()
-        found[strategy] = max(check._errors(module, loss, reference, 0, 1).values()), lowered.plan
+        found[strategy] = errors_of(module, lowered, inputs, reference), lowered.plan
     return found
+
+
+def errors_of(module: torch.nn.Module, lowered: Lowered, inputs: Any, reference: check.Reference) -> float:
+    """The largest relative error of one step's loss, gradients and buffers."""
+    module.zero_grad()
+    torch.manual_seed(0)
+    with Float64() if reference.casts else contextlib.nullcontext():
+        loss = loss_of(call(lowered, inputs))
+    loss.backward()
+    return max(check._errors(module, loss, reference, 0, 1).values())
 
 
 @pytest.mark.parametrize(("family", "ranks", "length"), every_strategy())

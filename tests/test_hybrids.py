@@ -1,0 +1,67 @@
+"""Families with recurrences, as transformers has them, run exactly in parallel under every strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import FULL
+from direct import Lowered
+from test_zoo import errors_of
+from torch.distributed.device_mesh import DeviceMesh
+
+from autosp import check, zoo
+from autosp.check import Report, check_on_rank
+from autosp.model_spec import ModelSpec
+from autosp.passes.recurrence import RECURRENT
+from pool import Pool
+
+LENGTHS = (96, 101)
+NAMED = ("qwen3_next", "mamba2", "nemotron_h", "bamba", "granitemoehybrid", "lfm2", "falcon_h1", "minimax", "olmo_hybrid")
+WITHOUT = ("lfm2",)  # short convolutions only
+STRATEGIES = (*RECURRENT, "ring")
+TURNS = (("all-scan", "log-step", "ring"), ("gather-states", "all-to-all", "two-level"))
+
+
+def every_strategy() -> list[tuple[str, int, int]]:
+    """(family, ranks, length): each once, on 2, 3 or 4 ranks in turn."""
+    if FULL:
+        return [(f, r, s) for f in zoo.LINEAR_FAMILIES for r in (1, 2, 3, 4) for s in LENGTHS]
+    return [(family, 2 + i % 3, LENGTHS[i % 2]) for i, family in enumerate(NAMED)]
+
+
+def run_all(mesh: DeviceMesh, family: str, length: int, strategies: tuple[str, ...]) -> dict[str, tuple[float, Any]]:
+    """By strategy: the largest relative error of loss, gradients and buffers on this rank, and the plan."""
+    build = ModelSpec(family, length)
+    module, inputs = build(0)
+    reference = check._shared_reference(build, 1, mesh)
+    lowered, found = Lowered(module, mesh, strategies), {}
+    for strategy in strategies:
+        lowered.strategy = strategy
+        found[strategy] = errors_of(module, lowered, inputs, reference), lowered.plan
+    return found
+
+
+@pytest.mark.parametrize(("family", "ranks", "length"), every_strategy())
+def test_families_are_exact_under_every_strategy(pool: Pool, family: str, ranks: int, length: int) -> None:
+    strategies = STRATEGIES if FULL else TURNS[ranks % 2]
+    everyone = pool.run(run_all, family, length, strategies, on=ranks, timeout=280)
+    tolerance = check.GRAD_TOLERANCE[zoo.default_dtype(family)]
+    assert {s: e for rank in everyone for s, (e, _) in rank.items() if not e <= tolerance} == {}
+    for strategy, (_, plan) in everyone[0].items():
+        linear = [site for site in plan.sites if site.kind == "linear attention"]
+        assert bool(linear) == (family not in WITHOUT), plan
+        assert plan.fallbacks == (), plan
+        if strategy in RECURRENT:
+            assert all(site.strategy == strategy or site.note for site in linear), plan
+
+
+def run(mesh: DeviceMesh, family: str, length: int, strategy: str | None) -> Report:
+    return check_on_rank(ModelSpec(family, length), mesh, strategy=strategy)
+
+
+@pytest.mark.parametrize(("family", "strategy"), [("qwen3_next", "all-scan"), ("mamba2", None), ("falcon_h1", "gather-states")])
+def test_families_are_exact_the_whole_way(pool: Pool, family: str, strategy: str | None) -> None:
+    """Through PyTorch's partitioner."""
+    report = pool.run(run, family, 101, strategy, on=2, timeout=280)[0]
+    assert report.verdict == "exact", report

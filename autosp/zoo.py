@@ -10,8 +10,10 @@ Needs transformers (`pip install autosp[hf]`).
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -178,7 +180,7 @@ def build(
     make_inputs = _INPUTS.get(model_type, _seq2seq if config.is_encoder_decoder else _causal)
     model_class = _auto_class(model_type, config)
     devices: list[int] = []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), _readable():
         torch.manual_seed(seed)
         model = model_class.from_config(config)
         _randomise_constants(model)
@@ -188,6 +190,23 @@ def build(
         name: x.to(dtype) if x.is_floating_point() else x for name, x in make_inputs(config, seq_len, batch, generator).items()
     }
     return model.to(dtype).train(), inputs
+
+
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    """Without a GPU, transformers does not find the libraries whose functions need one, and takes its own instead.
+
+    It chooses when it first imports a family's module.
+    """
+    hidden = [] if torch.cuda.is_available() else ["fla", "mamba_ssm", "causal_conv1d"]
+    found = {name: sys.modules.pop(name) for name in hidden if name in sys.modules}
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None is how an import is told to fail
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+        sys.modules.update(found)
 
 
 def tiny_config(model_type: str, seq_len: int) -> Any:

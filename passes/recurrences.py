@@ -63,38 +63,92 @@ def changes(ids: Tensor | None) -> Tensor | None:
     return functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
 
 
-# The delta rule with decays ---------------------------------------------------------------------------
+# Linear attention and the delta rule ------------------------------------------------------------------
+
+WITHOUT_MEANING = frozenset(("chunk_size", "cu_seqlens_cpu", "chunk_indices", "safe_gate", "disable_recompute"))
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None = None,
+    remove: Tensor | None = None,
+    exclusive: bool = False,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **rest: Any,
+) -> Any:
+    """`recur` with the options that these functions share. States are [batch, heads, K, V], or [.., V, K] with `state_v_first`.
+
+    A state for each of several packed documents is not known.
+    """
+    rest = {name: x for name, x in rest.items() if name not in WITHOUT_MEANING}
+    if used(rest) or (cu_seqlens is not None and (initial_state is not None or output_final_state)):
+        return NotImplemented
+    if state_v_first and initial_state is not None:
+        initial_state = initial_state.transpose(-1, -2)
+    starts = document_starts(cu_seqlens, v.shape[1])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, state = recur(q, k, v, decay, remove, starts, initial_state, scale, exclusive, output_final_state)
+    return out, state.transpose(-1, -2) if state_v_first and state is not None else state
 
 
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    scale: float | None = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    p: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
-    **rest: Any,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    **options: Any,
 ) -> Any:
-    """S_t = Γ_t S_{t−1} + k_t (β_t (v_t − (Γ_t S_{t−1})ᵀ k_t))ᵀ, with Γ a number (g [batch, seq, heads]) or one per row (KDA)."""
-    if used(rest) or (cu_seqlens is not None and (initial_state is not None or output_final_state)):
+    """S_t = Γ_t S_{t−1} + k_t (β_t (v_t − (Γ_t S_{t−1})ᵀ p_t))ᵀ, where p is k but in Comba.
+
+    g, a logarithm: none, [batch, seq, heads], or [.., heads, K] (KDA); it and beta [batch, seq, heads] may come before their
+    activation.
+    """
+    if beta is not None and beta.dim() != 3:
         return NotImplemented
-    kind = q.dtype
-    q, k, v, g, beta = (x.to(torch.float32) for x in (q, k, v, g, beta))
+    kind, heads = q.dtype, v.shape[2]
+    q, k, v = (x.to(torch.float32) for x in (q, k, v))
+    p = k if p is None else p.to(torch.float32)
     if use_qk_l2norm_in_kernel:
-        q, k = unit(q), unit(k)
-    heads = v.shape[2]
-    known = k if k.shape[2] == heads else k.repeat_interleave(heads // k.shape[2], 2)
-    kept = g.exp() if g.dim() == 4 else g.exp()[..., None]
-    remove = beta[..., None] * kept * known
-    starts = document_starts(cu_seqlens, v.shape[1])
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, state = recur(q, k, beta[..., None] * v, g, remove, starts, initial_state, scale, final=output_final_state)
-    return out.to(kind), state
+        q, k, p = unit(q), unit(k), unit(p)
+    remove = p if p.shape[2] == heads else p.repeat_interleave(heads // p.shape[2], 2)
+    if g is not None:
+        g = g.to(torch.float32)
+        g = _gate(g, A_log, dt_bias, lower_bound) if use_gate_in_kernel else g
+        remove = remove * (g if g.dim() == 4 else g[..., None]).exp()
+    if beta is not None:
+        beta = beta.to(torch.float32)[..., None]
+        if use_beta_sigmoid_in_kernel:
+            beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
+        remove, v = beta * remove, beta * v
+    made = attend(q, k, v, g, remove, **options)
+    return made if made is NotImplemented else (made[0].to(kind), made[1])
+
+
+def _gate(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
+    """x [batch, seq, heads(, K)]; A_log [heads], dt_bias of heads, or of heads · K."""
+    shape = x.shape[2:]
+    if dt_bias is not None:
+        x = x + dt_bias.to(torch.float32).reshape(shape)
+    rate = None if A_log is None else A_log.to(torch.float32).exp().reshape(shape[0], *[1] * (len(shape) - 1))
+    if lower_bound is not None:
+        return lower_bound * functional.sigmoid(x if rate is None else rate * x)
+    assert rate is not None
+    return -rate * functional.softplus(x)
 
 
 # Mamba ------------------------------------------------------------------------------------------------

@@ -64,15 +64,16 @@ def rwkv4(
     """RWKV-4: (Σ_{j<t} e^{k_j − (t−1−j) w} v_j + e^{k_t + u} v_t) / the same without v, w = exp(time_decay), for each channel.
 
     Both sums are columns of one state, kept relative to e^{top}, top_t = max_{j≤t} k_j − (t−j) w. The quotient does not
-    depend on `top`, which so has no gradient.
+    depend on `top`, which has no gradient then; a state that is given back does.
     """
     if used(rest) or state is not None:
         return NotImplemented
     k = key.to(torch.float32)
     v, w = value.to(k.dtype), time_decay.to(k.dtype).exp()
     steps = torch.arange(k.shape[1], device=k.device)[:, None]
-    elapsed = steps * w.detach()
-    top = torch.cummax(k.detach() + elapsed, 1).values - elapsed
+    elapsed = steps * w
+    top = torch.cummax(k + elapsed, 1).values - elapsed
+    top = top if return_state else top.detach()
     first = steps == 0
     before = torch.where(first, NOTHING, functional.pad(top, (0, 0, 1, -1)))
     decay = torch.where(first, 0, before - w - top)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import recurrences, recurrences_spelled
+from . import recurrences, recurrences_fla, recurrences_spelled
 
 Function = Callable[..., Any]
 
@@ -76,6 +76,11 @@ def _known() -> Iterator[tuple[Function, Callable[[], Function]]]:
                     if declared["func_name"] == "causal_conv1d_fn" and not _calls_a_kernel(declared):
                         continue  # one convolution already
                     yield value, functools.partial(_wrap_declared, value, declared)
+    for path, translate in recurrences_fla.FUNCTIONS.items():
+        package, _, name = path.rpartition(".")
+        function = getattr(sys.modules.get(package), name, None)
+        if function is not None and not hasattr(function, "_autosp"):
+            yield function, functools.partial(wrap, function, translate)
 
 
 def _declared(value: object) -> dict[str, Any] | None:
@@ -89,16 +94,22 @@ def _declared(value: object) -> dict[str, Any] | None:
 
 
 def _wrap_declared(function: Function, declared: dict[str, Any]) -> Function:
-    """Arguments that the implementation does not take are dropped, as the declaration does; a kernel gives its input's type."""
+    """Arguments that the implementation does not take are dropped, as the declaration does; a kernel gives its input's type.
+
+    Libraries name the arguments that must be given differently, but in one order.
+    """
     implementation = declared["implementation"]
     kernel, translate = _calls_a_kernel(declared), HUB[declared["func_name"]]
     accepted = frozenset(declared["applicable_params"])
+    required = tuple(p.name for p in inspect.signature(implementation).parameters.values() if p.default is p.empty)
+    required = tuple(name for name in required if name in accepted and name != "kwargs")
 
-    def translated(*args: Any, **options: Any) -> Any:
-        made = translate(*args, **{name: x for name, x in options.items() if name in accepted})
+    def translated(**options: Any) -> Any:
+        tensors = [options.pop(name) for name in required]
+        made = translate(*tensors, **{name: x for name, x in options.items() if name in accepted})
         if not kernel or made is NotImplemented or made is None:
             return made
-        kind = args[0].dtype
+        kind = tensors[0].dtype
         return (made[0].to(kind), *made[1:]) if isinstance(made, tuple) else made.to(kind)
 
     return wrap(function, translated, implementation)
@@ -109,19 +120,16 @@ def _calls_a_kernel(declared: dict[str, Any]) -> bool:
 
 
 def wrap(function: Function, translate: Function, signature: Function | None = None) -> Function:
-    """`function`, but what Dynamo sees of it is `translate(*required, **options)`, unless that gives NotImplemented."""
+    """`function`, but Dynamo sees `translate` with the same arguments, by their names, unless that gives NotImplemented."""
     parameters = inspect.signature(signature or function).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    names = tuple(p.name for p in named)
-    required = tuple(p.name for p in named if p.default is p.empty)
+    names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     # Attributes are not taken over: among them may be the mark that hides a function from Dynamo.
     @functools.wraps(function, updated=())
     def recognised(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
             return function(*args, **kwargs)
-        options = {**dict(zip(names, args, strict=False)), **kwargs}
-        made = translate(*[options.pop(name) for name in required], **options)
+        made = translate(**dict(zip(names, args, strict=False)), **kwargs)
         return function(*args, **kwargs) if made is NotImplemented else made
 
     recognised._autosp = function  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from torch.nn import functional
 from .recurrences import recur, used
 
 NOTHING = -1e38  # the logarithm of an empty sum, finite so that differences stay numbers
+STEEPEST = 1000.0  # of RecurrentGemma's square root
 
 
 def lightning(
@@ -37,25 +38,33 @@ def lightning(
     return self.out_proj(gated), state.to(v.dtype)
 
 
-def rg_lru(
-    self: Any,
-    hidden_states: Tensor,
-    recurrent_gate: Tensor,
-    reset: Tensor,
-    recurrent_states: Tensor | None,
-    acc_dtype: torch.dtype = torch.float32,
-    **rest: Any,
-) -> Any:
-    """RecurrentGemma: h_t = a_t h_{t−1} + x_t, both [batch, seq, channels]; what came before a `reset` token is forgotten."""
-    if used(rest) or recurrent_states is not None:
+def rg_lru(self: Any, activations: Tensor, position_ids: Tensor, **rest: Any) -> Any:
+    """RecurrentGemma, for each channel: h_t = a_t h_{t−1} + √(1 − a_t²) i_t x_t, where a document starts h_t = i_t x_t.
+
+    Its square root has a gradient of its own, never steeper than `STEEPEST`.
+    """
+    if used(rest) or self.recurrent_states is not None:
         return NotImplemented
-    x, gate = hidden_states.to(acc_dtype), recurrent_gate.to(acc_dtype)
-    decay = gate.clamp(min=torch.finfo(x.dtype).tiny).log()
-    one = x.new_ones(*x.shape[:2], 1, 1)
-    starts = reset[..., 0].expand(x.shape[:2])
-    out, state = recur(one, one, x[..., None], decay, starts=starts, final=True)
+    x, heads = activations, self.num_attention_heads
+    blocks = x.reshape(*x.shape[:2], heads, -1)
+    opened, kept = (
+        functional.sigmoid((torch.einsum("bthi,hij->bthj", blocks, weight) + bias).flatten(2))
+        for weight, bias in (
+            (self.input_gate_weight, self.input_gate_bias),
+            (self.recurrent_gate_weight, self.recurrent_gate_bias),
+        )
+    )
+    decay = -8.0 * kept * functional.softplus(self.recurrent_param)
+    starts = (position_ids == 0).expand(x.shape[:2])
+    squared = 1 - (2 * decay).exp()
+    slope = torch.rsqrt((4 * squared).clamp(min=STEEPEST**-2)).detach()
+    root = squared.sqrt().detach() + (squared - squared.detach()) * slope  # the second term is 0, and has the gradient
+    wanted = (x * opened * torch.where(starts[..., None], 1, root).to(x.dtype)).to(torch.float32)
+    one = wanted.new_ones(*x.shape[:2], 1, 1)
+    out, state = recur(one, one, wanted[..., None], decay, starts=starts, final=True)
     assert state is not None
-    return out.squeeze(-1).to(hidden_states.dtype), state.flatten(1)
+    self.recurrent_states = state.flatten(1)
+    return out.squeeze(-1).to(x.dtype)
 
 
 def rwkv4(

@@ -36,7 +36,7 @@ HUB: dict[str, Function] = {
 # Functions and methods that stand in a model: module, and name within it.
 SPELLED: dict[tuple[str, str], Function] = {
     ("transformers.models.minimax.modeling_minimax", "MiniMaxLightningAttention.forward"): recurrences_spelled.lightning,
-    ("transformers.models.recurrent_gemma.modeling_recurrent_gemma", "RecurrentGemmaRglru._rnn_scan"): recurrences_spelled.rg_lru,
+    ("transformers.models.recurrent_gemma.modeling_recurrent_gemma", "RecurrentGemmaRglru.forward"): recurrences_spelled.rg_lru,
     ("transformers.models.rwkv.modeling_rwkv", "rwkv_linear_attention"): recurrences_spelled.rwkv4,
     ("transformers.models.xlstm.modeling_xlstm", "xLSTMBackend.forward"): recurrences_spelled.mlstm,
 }

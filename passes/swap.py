@@ -1,6 +1,6 @@
 """Known functions of libraries get a second self, which is what Dynamo traces.
 
-A row names a function and its translator (`recurrences`). `install` puts a wrapper in its place wherever a loaded module
+A row names a function and its translator (`translators`). `install` puts a wrapper in its place wherever a loaded module
 holds the very function: it calls the function, and the translator only while Dynamo traces. The translator declines what it does
 not know, and the function itself is traced.
 """
@@ -16,29 +16,29 @@ from typing import Any
 
 import torch
 
-from . import recurrences, recurrences_fla, recurrences_spelled
+from . import translators, translators_fla, translators_spelled
 
 Function = Callable[..., Any]
 
 # transformers declares these under a public name, and calls another library's function of that name where it is installed.
 HUB: dict[str, Function] = {
-    "chunk_gated_delta_rule": recurrences.gated_delta_rule,
-    "fused_recurrent_gated_delta_rule": recurrences.gated_delta_rule,
-    "chunk_kda": recurrences.gated_delta_rule,
-    "fused_recurrent_kda": recurrences.gated_delta_rule,
-    "mamba_chunk_scan_combined": recurrences.mamba_chunk_scan,
-    "selective_scan_fn": recurrences.selective_scan,
-    "mamba_split_conv1d_scan_combined": recurrences.shortcut,
-    "mamba_inner_fn": recurrences.shortcut,
-    "causal_conv1d_fn": recurrences.causal_conv1d,
+    "chunk_gated_delta_rule": translators.gated_delta_rule,
+    "fused_recurrent_gated_delta_rule": translators.gated_delta_rule,
+    "chunk_kda": translators.gated_delta_rule,
+    "fused_recurrent_kda": translators.gated_delta_rule,
+    "mamba_chunk_scan_combined": translators.mamba_chunk_scan,
+    "selective_scan_fn": translators.selective_scan,
+    "mamba_split_conv1d_scan_combined": translators.shortcut,
+    "mamba_inner_fn": translators.shortcut,
+    "causal_conv1d_fn": translators.causal_conv1d,
 }
 
 # Functions and methods that stand in a model: module, and name within it.
 SPELLED: dict[tuple[str, str], Function] = {
-    ("transformers.models.minimax.modeling_minimax", "MiniMaxLightningAttention.forward"): recurrences_spelled.lightning,
-    ("transformers.models.recurrent_gemma.modeling_recurrent_gemma", "RecurrentGemmaRglru.forward"): recurrences_spelled.rg_lru,
-    ("transformers.models.rwkv.modeling_rwkv", "rwkv_linear_attention"): recurrences_spelled.rwkv4,
-    ("transformers.models.xlstm.modeling_xlstm", "xLSTMBackend.forward"): recurrences_spelled.mlstm,
+    ("transformers.models.minimax.modeling_minimax", "MiniMaxLightningAttention.forward"): translators_spelled.lightning,
+    ("transformers.models.recurrent_gemma.modeling_recurrent_gemma", "RecurrentGemmaRglru.forward"): translators_spelled.rg_lru,
+    ("transformers.models.rwkv.modeling_rwkv", "rwkv_linear_attention"): translators_spelled.rwkv4,
+    ("transformers.models.xlstm.modeling_xlstm", "xLSTMBackend.forward"): translators_spelled.mlstm,
 }
 
 
@@ -76,7 +76,7 @@ def _known() -> Iterator[tuple[Function, Callable[[], Function]]]:
                     if declared["func_name"] == "causal_conv1d_fn" and not _calls_a_kernel(declared):
                         continue  # one convolution already
                     yield value, functools.partial(_wrap_declared, value, declared)
-    for path, translate in recurrences_fla.FUNCTIONS.items():
+    for path, translate in translators_fla.FUNCTIONS.items():
         package, _, name = path.rpartition(".")
         function = getattr(sys.modules.get(package), name, None)
         if function is not None and not hasattr(function, "_autosp"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import sys
 import types
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from autosp import check, zoo
 from autosp.parallelizer import tracing
-from autosp.passes import recognise
+from autosp.passes import recognise, translators
 from autosp.reference import Float64, call, loss_of
 
 # Layers whose recurrence must be one operator. Short convolutions alone (lfm2) have none.
@@ -136,6 +137,25 @@ def test_functions_with_states(case: str) -> None:
         found = gradients(run(**operands, **options), leaves)
     assert counts["asp.linear_attention"] == 1 and len(found) == len(expected)
     assert errors(found, expected) < 1e-10
+
+
+def test_what_only_kernels_of_mamba_take() -> None:
+    """`seq_idx` numbers documents, `z` gates: transformers' own functions drop both, so nothing here calls them."""
+    x = {name: y.detach().double() for name, y in tensors(**SCAN, z=(B, LENGTH, H, V)).items()}
+    x["dt"] = x["dt"].sigmoid()
+    ends = (0, 20, 21, LENGTH)
+    documents = torch.bucketize(torch.arange(LENGTH), torch.tensor(ends[1:]), right=True).expand(B, -1)
+
+    def part(i: int, j: int) -> torch.Tensor:
+        operands = {name: y if name == "A" else y[:, i:j] for name, y in x.items()}
+        gate = torch.nn.functional.silu(operands.pop("z"))
+        return translators.mamba_chunk_scan(**operands, chunk_size=8) * gate
+
+    with Float64():
+        whole = translators.mamba_chunk_scan(**x, chunk_size=8, seq_idx=documents)
+        expected = torch.cat([part(i, j) for i, j in itertools.pairwise(ends)], 1)
+    assert errors([whole], [expected]) < 1e-12
+    assert translators.mamba_chunk_scan(**x, chunk_size=8, cu_seqlens=documents) is NotImplemented
 
 
 def test_what_a_translator_does_not_know_is_traced_as_it_stands() -> None:

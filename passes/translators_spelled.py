@@ -1,4 +1,4 @@
-"""Recurrences that transformers spells out inside a module, a loop over tokens or blocks. Translators as in `recurrences`."""
+"""Recurrences that transformers spells out inside a module, a loop over tokens or blocks. Translators as in `translators`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .recurrences import recur, used
+from .translators import recur, used
 
 NOTHING = -1e38  # the logarithm of an empty sum, finite so that differences stay numbers
 STEEPEST = 1000.0  # of RecurrentGemma's square root

@@ -1,4 +1,4 @@
-"""Functions of flash-linear-attention in our operators. Translators as in `recurrences`, with the arguments' names there."""
+"""Functions of flash-linear-attention in our operators. Translators as in `translators`, with the arguments' names there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .recurrences import attend, causal_conv1d, document_starts, gated_delta_rule, recur, used
+from .translators import attend, causal_conv1d, document_starts, gated_delta_rule, recur, used
 
 
 def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None, **options: Any) -> Any:

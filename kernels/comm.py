@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import Interval, Intervals, Layout, Shards, size
+from .layout import Interval, Intervals, Layout, Shards, lacking, offsets, size
 
 _c10d = torch.ops._c10d_functional
 
@@ -182,26 +182,79 @@ def relayout(x: Tensor, dim: int, source: Shards, target: Shards, outer: int, in
     src, dst = Layout(length, source), Layout(length, target)
 
     def move(y: Tensor, axis: int) -> Tensor:
-        rows = y.movedim(axis, 0)
-        rest = rows.shape[1:].numel()
-        out = [sorted(src.overlap(rank, dst, r), key=lambda p: p[1]) for r in range(src.ranks)]
-        into = [sorted(src.overlap(r, dst, rank), key=lambda p: p[1]) for r in range(src.ranks)]
-        sent = torch.cat([_column(take(rows, 0, tuple((a, a + n) for a, _, n in pieces))) for pieces in out])
-        got = _all_to_all(sent, _counts(out, rest), _counts(into, rest), group)
-        placed, at = [], 0
-        for pieces in into:
-            for _, there, count in pieces:
-                placed.append((there, at, at + count))
-                at += count
-        order = tuple((a, b) for _, a, b in sorted(placed))
-        # Also a rank that receives nothing goes through the exchange, so that it takes part in the transposed one.
-        return take(got.reshape(at, *rows.shape[1:]), 0, order).movedim(0, axis)
+        return _exchange(y.movedim(axis, 0), src, dst, rank, group).movedim(0, axis)
 
     return _on_axis(x, dim, src.size(rank), outer, inner, move)
 
 
+def _exchange(rows: Tensor, src: Layout, dst: Layout, rank: int, group: str) -> Tensor:
+    """My rows of `src` -> my rows of `dst`. What several ranks hold in `dst` goes to each of them, their cotangents are added."""
+    rest = rows.shape[1:].numel()
+    out = [sorted(src.overlap(rank, dst, r), key=lambda p: p[1]) for r in range(src.ranks)]
+    into = [sorted(src.overlap(r, dst, rank), key=lambda p: p[1]) for r in range(src.ranks)]
+    sent = torch.cat([_column(take(rows, 0, tuple((a, a + n) for a, _, n in pieces))) for pieces in out])
+    got = _all_to_all(sent, _counts(out, rest), _counts(into, rest), group)
+    placed, at = [], 0
+    for pieces in into:
+        for _, there, count in pieces:
+            placed.append((there, at, at + count))
+            at += count
+    order = tuple((a, b) for _, a, b in sorted(placed))
+    # Also a rank that receives nothing goes through the exchange, so that it takes part in the transposed one.
+    return take(got.reshape(at, *rows.shape[1:]), 0, order)
+
+
 def _counts(pieces: list[list[tuple[int, int, int]]], rest: int) -> list[int]:
     return [sum(n for _, _, n in row) * rest for row in pieces]
+
+
+def halo(x: Tensor, dim: int, shards: Shards, windows: Shards, rank: int, group: str) -> Tensor:
+    """The positions of `windows[rank]` along `dim`: my own from memory, the others from the ranks that hold them.
+
+    Windows may overlap and reach beyond the sequence, where the value is zero. What a rank needs and does not hold is sent to
+    it once, whoever holds it; its cotangent comes back and is added to the holder's own.
+    """
+    length = sum(map(size, shards))
+    needed = lacking(length, shards, windows)
+    sources, got = [(run, x, at) for run, at in zip(shards[rank], offsets(shards[rank]), strict=True)], x
+    if any(needed):
+        got = _exchange(x.movedim(dim, 0), Layout(length, shards), Layout(length, needed), rank, group).movedim(0, dim)
+        sources += [(run, got, at) for run, at in zip(needed[rank], offsets(needed[rank]), strict=True)]
+    sources.sort(key=lambda source: source[0])
+    pieces = [piece for window in windows[rank] for piece in _window(x, dim, window, length, sources)]
+    near = torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
+    return tie(near, got)
+
+
+def _window(x: Tensor, dim: int, window: Interval, length: int, sources: list[tuple[Interval, Tensor, int]]) -> list[Tensor]:
+    """The pieces of one window, in order; `sources` are runs of positions and where they start in which tensor."""
+    start, stop = window
+
+    def zeros(count: int) -> list[Tensor]:
+        return [x.new_zeros(*x.shape[:dim], count, *x.shape[dim + 1 :])] if count > 0 else []
+
+    inside = []
+    for (a, b), source, at in sources:
+        lo, hi = max(a, start), min(b, stop)
+        if lo < hi:
+            inside.append(source.narrow(dim, at + lo - a, hi - lo))
+    return [*zeros(min(stop, 0) - start), *inside, *zeros(stop - max(start, length))]
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = other.shape, other.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grad, grad.new_zeros(ctx.shape, dtype=ctx.dtype)
+
+
+def tie(x: Tensor, other: Tensor) -> Tensor:
+    """x; `other` gets a cotangent of zeros, so that a rank with no use for it takes part in the exchanges of its backward."""
+    return _Tie.apply(x, other) if other.requires_grad else x
 
 
 def _near(heads: Sequence[Interval], shards: Shards, near: Sequence[int] | None) -> tuple[Sequence[Interval], Shards]:

@@ -19,6 +19,34 @@ def size(intervals: Intervals) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
+def offsets(intervals: Intervals) -> tuple[int, ...]:
+    """Where each interval begins in the local tensor."""
+    return tuple(size(intervals[:i]) for i in range(len(intervals)))
+
+
+def lacking(length: int, shards: Shards, windows: Shards) -> Shards:
+    """Per rank, in ascending order, the positions in [0, length) that its windows cover and it does not hold itself."""
+    return tuple(_without(_union(w, length), held) for w, held in zip(windows, shards, strict=True))
+
+
+def _union(windows: Intervals, length: int) -> list[Interval]:
+    """The positions that any window covers, as disjoint ascending intervals."""
+    out: list[Interval] = []
+    for a, b in sorted((max(a, 0), min(b, length)) for a, b in windows):
+        if out and a <= out[-1][1]:
+            out[-1] = (out[-1][0], max(b, out[-1][1]))
+        elif a < b:
+            out.append((a, b))
+    return out
+
+
+def _without(intervals: list[Interval], held: Intervals) -> Intervals:
+    left = intervals
+    for c, d in held:
+        left = [(lo, hi) for a, b in left for lo, hi in ((a, min(b, c)), (max(a, d), b)) if lo < hi]
+    return tuple(left)
+
+
 def _merged(intervals: list[Interval]) -> Intervals:
     """The same positions in the same order, with neighbours joined and empty intervals dropped."""
     out: list[Interval] = []
@@ -97,6 +125,25 @@ class Layout:
                 moved[-1] = (moved[-1][0], moved[-1][1] + right)
             shards.append(tuple(moved))
         return Layout(self.length + left + right, tuple(shards))
+
+    def reversed(self) -> Layout:
+        """Layout of the sequence backwards, where each rank turns around what it holds."""
+        return Layout(self.length, tuple(tuple((self.length - b, self.length - a) for a, b in s[::-1]) for s in self.shards))
+
+    def rolled(self, shift: int) -> tuple[Layout, Shards]:
+        """Layout of the sequence moved on by `shift` around its end, and the local index ranges each rank puts in order."""
+        shards, local = [], []
+        for intervals in self.shards:
+            moved = []
+            for (a, b), at in zip(intervals, offsets(intervals), strict=True):
+                for lo, hi, turn in ((a, b, 0), (a, b, self.length)):  # before and behind the end
+                    lo, hi = max(lo, turn - shift % self.length), min(hi, turn + self.length - shift % self.length)
+                    if lo < hi:
+                        moved.append((lo + shift % self.length - turn, hi - lo, at + lo - a))
+            moved.sort()
+            shards.append(_merged([(first, first + count) for first, count, _ in moved]))
+            local.append(tuple((at, at + count) for _, count, at in moved))
+        return Layout(self.length, tuple(shards)), tuple(local)
 
     def overlap(self, src: int, other: Layout, dst: int) -> list[tuple[int, int, int]]:
         """Positions held by `src` here and by `dst` in `other`: (local start here, local start there, count)."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from ..cost_model.plan import Collective
-from ..kernels import blocks, comm
-from ..kernels.layout import Layout, size
+from ..kernels import blocks, comm, prefix
+from ..kernels.layout import Layout, Shards, lacking, size
 from .lower import Lowering
 
 
@@ -33,6 +33,11 @@ _PURPOSE = {
     "gather": "value needed whole",
     "gather_varying": "keys and values for every rank",
     "relayout": "sequence in another order",
+    "halo": "positions around each rank's own",
+    "cumsum": "totals of a scan",
+    "cumprod": "totals of a scan",
+    "logcumsumexp": "totals of a scan",
+    "split_associative_scan": "totals of a scan",
     "to_heads": "sequence to heads",
     "to_sequence": "heads to sequence",
     "sync": "parameter gradients",
@@ -82,6 +87,32 @@ def _relaid(node: fx.Node, low: Lowering) -> tuple[int, int]:
     return moved * per // low.ranks, moved * per // low.ranks
 
 
+def _around(node: fx.Node, low: Lowering) -> tuple[int, int]:
+    """Mean over ranks of the positions that a rank's windows cover and it does not hold."""
+    x: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+    dim, shards, windows = node.args[1:4]
+    needed = lacking(sum(map(size, shards)), shards, windows)  # type: ignore[arg-type]
+    moved = sum(map(size, needed)) * _position(x, dim) // low.ranks  # type: ignore[arg-type]
+    return moved, moved
+
+
+def _position(x: Tensor, dim: int) -> int:
+    """Bytes of one position, also where the rank holds none."""
+    return x.shape[:dim].numel() * x.shape[dim + 1 :].numel() * x.element_size()
+
+
+def _totalled(node: fx.Node, low: Lowering) -> tuple[int, int]:
+    """Each rank sends as many totals as the rank with most runs has, to every other; their cotangents come back."""
+    value = node.meta["val"]
+    several = not isinstance(value, Tensor)
+    results: list[Tensor] = list(value) if several else [value.to(prefix.wide(value.dtype))]
+    dim: int = 0 if several else node.args[1]  # type: ignore[assignment]
+    shards: Shards = next(a for a in node.args[2:] if isinstance(a, tuple))
+    moved = (low.ranks - 1) * max(map(len, shards)) * sum(_position(x, dim) for x in results)
+    floating = all(x.is_floating_point() or x.is_complex() for x in results)
+    return moved, moved if floating else 0
+
+
 def _travelled(node: fx.Node, low: Lowering) -> tuple[int, int]:
     return blocks.traffic(node.args[2], [x.meta["val"] for x in node.args[0]])  # type: ignore[union-attr, arg-type]
 
@@ -105,6 +136,11 @@ _COUNTS: dict[Any, Any] = {
     comm.gather: lambda node, low: _gathered(node, low, "nothing"),
     comm.gather_varying: lambda node, low: _gathered(node, low, "scatter"),
     comm.relayout: _relaid,
+    comm.halo: _around,
+    prefix.cumsum: _totalled,
+    prefix.cumprod: _totalled,
+    prefix.logcumsumexp: _totalled,
+    prefix.split_associative_scan: _totalled,
     comm.to_heads: _exchanged,
     comm.to_sequence: _exchanged,
     comm.sync: _synced,

@@ -18,7 +18,9 @@ from autosp.passes.lower import Lowering, Spread
 from autosp.passes.placement import Pairwise, Partial, Placement, R, Shard, Varying
 from autosp.passes.relation import operands
 from autosp.passes.rules import RULES, rule_of
-from autosp.passes.rules.base import Recipe
+from autosp.passes.rules.base import Recipe, Rule
+from autosp.passes.rules.convolution import Convolution
+from autosp.passes.rules.scans import Scan
 from autosp.passes.strategies import LOWERINGS
 
 aten = torch.ops.aten
@@ -173,8 +175,13 @@ def derived(node: fx.Node, tensors: list[Tensor]) -> Iterator[Recipe]:
             ins: list[Placement] = [R] * len(tensors)
             ins[i] = Shard(dim, contiguous(size, RANKS))
             recipe = rule.native(node, ins)
-            if recipe is not None and not isinstance(recipe.out, Pairwise):
+            if recipe is not None and not isinstance(recipe.out, Pairwise) and not (talks(rule) and dim in rule.changed(node)):
                 yield recipe
+
+
+def talks(rule: Rule) -> bool:
+    """Ranks exchange something where it works along the sequence; those are tested on ranks (test_comm, test_prefix)."""
+    return isinstance(rule, Convolution | Scan)
 
 
 def joins(recipe: Recipe, results: list[Tensor], whole: Tensor) -> None:
@@ -233,6 +240,8 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Any], ...]] = {
     "select": (lambda x: (aten.select.int, x, 1, 0), lambda x: (aten.select.int, x, 1, -1)),
     "pad": (lambda x: (aten.constant_pad_nd.default, x, [0, 0, 2, 1], 3.0), lambda x: (aten.pad.default, x, [0, 1, 1, -1])),
     "cat": (lambda x: (aten.cat.default, [x[:, :2], x], 1), lambda x: (aten.cat.default, [x, x], 1)),
+    "flip": (lambda x: (aten.flip.default, x, [1]), lambda x: (aten.flip.default, x, [2, 1])),
+    "roll": (lambda x: (aten.roll.default, x, [2], [1]), lambda x: (aten.roll.default, x, [-7, 1, 3], [1, 2, 1])),
 }
 
 

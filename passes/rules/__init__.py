@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from . import along, attention, contractions, dispatch, indexing, linear, losses, pointwise, sequence, views
+from . import along, attention, contractions, convolution, dispatch, indexing, linear, losses, pointwise, scans, sequence, views
 from .base import Rule
 
 RULES: dict[object, Rule] = {
@@ -17,6 +17,8 @@ RULES: dict[object, Rule] = {
     **contractions.RULES,
     **indexing.RULES,
     **sequence.RULES,
+    **convolution.RULES,
+    **scans.RULES,
     **losses.RULES,
     **attention.RULES,
     **dispatch.RULES,

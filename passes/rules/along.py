@@ -87,11 +87,9 @@ def _norm(node: fx.Node) -> Dims:
 
 
 def _batch_only(node: fx.Node) -> Dims:
-    """Only the first operand's first dimension is batch (group norm; convolutions, unless their input has no batch)."""
+    """Only the first operand's first dimension is batch."""
     x, *rest = operands(node)
-    batched = node.target is aten.group_norm.default or len(shape(x)) == len(shape(rest[0]))
-    first = (0 if batched else None, *(None,) * (len(shape(x)) - 1))
-    return Dims((first, *((None,) * len(shape(other)) for other in rest)))
+    return Dims(((0, *(None,) * (len(shape(x)) - 1)), *((None,) * len(shape(other)) for other in rest)))
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,8 @@ def triangle(x: torch.Tensor, row: torch.Tensor | int, col: torch.Tensor | int, 
 
 
 _DIM = named()
-ALONG = [aten.softmax, aten.log_softmax, aten._softmax, aten._log_softmax, aten._safe_softmax, aten.cumsum, aten.cumprod]
-ALONG += [aten.logcumsumexp, aten.cummax, aten.cummin, aten.glu]
+ALONG = [aten.softmax, aten.log_softmax, aten._softmax, aten._log_softmax, aten._safe_softmax]
+ALONG += [aten.cummax, aten.cummin, aten.glu]
 LAST = [aten.sort, aten.topk, aten.argsort, aten.kthvalue]
 REDUCED = [aten.amax, aten.amin, aten.argmax, aten.argmin, aten.prod, aten.var, aten.std, aten.var_mean, aten.std_mean]
 REDUCED += [
@@ -137,14 +135,11 @@ RULES: dict[object, Rule] = {
     **{op: Related(along(_DIM)) for op in ALONG},
     **{op: Related(along(named("dim", -1))) for op in LAST},
     **{op: Related(reduced(_DIM)) for op in REDUCED},
-    aten.flip: Related(along(named("dims"))),
-    aten.roll: Related(along(named("dims"))),
-    aten.cumsum: Related(along(_DIM)),
     aten.sum: Related(reduced(_DIM, summed=True)),
     aten.mean: Mean(reduced(_DIM, summed=True)),
     aten.layer_norm: Related(_norm),
     aten.rms_norm: Related(_norm),
-    **{op: Related(_batch_only) for op in [aten.conv1d, aten.conv2d, aten.conv3d, aten.group_norm, aten.convolution]},
+    aten.group_norm: Related(_batch_only),
     aten.repeat_interleave.self_int: Related(along(named("dim"))),
     aten.max.other: Related(pointwise),
     aten.min.other: Related(pointwise),

@@ -82,7 +82,7 @@ class Rule:
             for s in parts(placement):
                 t = relation.forward(i, s)
                 if isinstance(t, Shard):
-                    outs.setdefault(t.dim, t)
+                    outs[t.dim] = min(outs.get(t.dim, t), t, key=_unevenness)
                 elif isinstance(t, Summed):
                     sums.append((t, s))
         if len(outs) == 2:
@@ -121,6 +121,11 @@ class Rule:
     def emit(self, b: Builder, node: fx.Node, out: Placement, values: Sequence[fx.Node]) -> fx.Node:
         """The local operator; the default is the operator itself, unchanged."""
         return b.run(node, values)
+
+
+def _unevenness(s: Shard) -> tuple[int, int]:
+    """Operands in several layouts meet in the evenest: a shifted sequence comes back to the one it was shifted from."""
+    return max(s.layout.sizes) * s.outer * s.inner, sum(map(len, s.layout.shards))
 
 
 def never(b: Builder, values: Sequence[fx.Node]) -> fx.Node:

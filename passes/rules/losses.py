@@ -16,7 +16,7 @@ aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
 
 
-def _replaced(node: fx.Node, values: Sequence[object], **changes: object) -> tuple[list[object], dict[str, object]]:
+def replaced(node: fx.Node, values: Sequence[object], **changes: object) -> tuple[list[object], dict[str, object]]:
     """The node's arguments with operands replaced in order and some schema arguments changed."""
     it = iter(values)
     args = [next(it) if isinstance(a, fx.Node) else a for a in node.args]
@@ -54,7 +54,7 @@ class Elementwise(Related):
             count *= size
 
         def emit(b: Builder, values: Sequence[fx.Node]) -> fx.Node:
-            args, kwargs = _replaced(node, values, reduction=SUM)
+            args, kwargs = replaced(node, values, reduction=SUM)
             total = b.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
             return b.call(aten.div.Tensor, total, count) if reduction == MEAN else total
 
@@ -90,7 +90,7 @@ class CrossEntropy(Related):
         ignore = argument(node, "ignore_index", -100)
 
         def emit(b: Builder, values: Sequence[fx.Node]) -> fx.Node:
-            args, kwargs = _replaced(node, values[: len(xs)], reduction=SUM)
+            args, kwargs = replaced(node, values[: len(xs)], reduction=SUM)
             total = b.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
             if reduction == SUM:
                 return total

@@ -1,4 +1,4 @@
-"""Operators that cut, join or pad the sequence itself: arithmetic on the layout, no communication."""
+"""Operators that cut, join, pad, turn or roll the sequence itself: arithmetic on the layout, no communication."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ...kernels.comm import take
 from ...kernels.layout import Layout, concatenated
 from ..placement import P, Placement, Shard
 from ..relation import Dims, operand_shape, operands, shape
-from .base import Builder, Recipe, Rule, argument, parts
+from .along import along, named
+from .base import Builder, Recipe, Rule, argument, dims_of, parts
 
 aten = torch.ops.aten
 
@@ -147,6 +148,37 @@ class Pad(Cut):
 
 
 @dataclass(frozen=True)
+class Flip(Cut):
+    """Each rank turns around what it holds; the rank with the last positions then has the first."""
+
+    def relation(self, node: fx.Node) -> Dims:
+        return along(named("dims"))(node)
+
+    def changed(self, node: fx.Node) -> set[int]:
+        return set(dims_of(argument(node, "dims"), len(shape(node)))) if argument(node, "dims") else set()
+
+    def of(self, node: fx.Node, s: Shard) -> Recipe | None:
+        return Recipe(Shard(s.dim, s.layout.reversed()), ((operands(node)[0], s),), lambda b, values: b.run(node, values))
+
+
+@dataclass(frozen=True)
+class Roll(Flip):
+    """Each rank keeps what it holds, which now stands elsewhere in the sequence."""
+
+    def of(self, node: fx.Node, s: Shard) -> Recipe | None:
+        shifts, dims = argument(node, "shifts"), dims_of(argument(node, "dims"), len(shape(node)))
+        shifts = (shifts,) if isinstance(shifts, int) else shifts
+        layout, cuts = s.layout.rolled(sum(k for k, d in zip(shifts, dims, strict=True) if d == s.dim))
+        others = [(k, d) for k, d in zip(shifts, dims, strict=True) if d != s.dim]
+
+        def emit(b: Builder, values: Sequence[fx.Node]) -> fx.Node:
+            mine = b.call(take, values[0], s.dim, cuts[b.rank])
+            return b.call(aten.roll.default, mine, [k for k, _ in others], [d for _, d in others]) if others else mine
+
+        return Recipe(Shard(s.dim, layout), ((operands(node)[0], s),), emit)
+
+
+@dataclass(frozen=True)
 class Cat(Rule):
     """Concatenation; along the sequence the layouts are joined, and whole pieces are dealt out first."""
 
@@ -203,6 +235,8 @@ RULES: dict[object, Rule] = {
     aten.select: Select(),
     aten.pad: Pad(),
     aten.constant_pad_nd: Pad(),
+    aten.flip: Flip(),
+    aten.roll: Roll(),
     aten.cat: Cat(),
     aten.concat: Cat(),
     aten.concatenate: Cat(),

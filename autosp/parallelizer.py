@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .dynamo_backend import Backend
 from .kernels.errors import AutospError
-from .passes import recognise
+from .passes import associative, recognise
 from .passes.capture import CaptureError
 from .passes.pipeline import Settings
 
@@ -125,9 +125,11 @@ class _Runner:
 _DYNAMO = {"recompile_limit": 64, "optimize_ddp": False, "specialize_float": True}
 
 
-def tracing() -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
     """Dynamo's settings while a model is called: in force when it traces, no effect when it has."""
-    return torch._dynamo.config.patch({**_DYNAMO, _IGNORED: _quiet()})
+    with torch._dynamo.config.patch({**_DYNAMO, _IGNORED: _quiet()}), associative.kept():
+        yield
 
 
 # torch 2.11 and 2.12 know the setting by its older name.

@@ -20,6 +20,7 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..kernels.errors import AutospError
+from . import associative
 
 aten = torch.ops.aten
 
@@ -82,6 +83,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
             raise CaptureError(f"input {node.name} has a dynamic size; autosp compiles for fixed sizes: use dynamic=False")
     inputs = tuple(_describe(n, v) for n, v in zip(placeholders, fakes, strict=True))
     gm = _inline_checkpoints(gm)
+    associative.named(gm)
     context = TracingContext.try_get()
     mode = detect_fake_mode(fakes) or (context.fake_mode if context else None)
     assert mode is not None

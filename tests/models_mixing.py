@@ -19,6 +19,7 @@ from models_common import (
     token_loss,
 )
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
 
 # Linear attention, (q, k, v, mask) -> [batch, heads, seq, head_dim].
 
@@ -90,6 +91,130 @@ class ReturnsWeights(nn.Module):
         return {"loss": token_loss(self.model.head(x), labels), "weights": weights.mean(dim=1)}
 
 
+# Convolutions along the sequence.
+
+
+class Projected(nn.Module):
+    """Base of mixers of a projection of the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.value = nn.Linear(HIDDEN, HIDDEN)
+
+
+class Convolved(nn.Module):
+    """silu of a convolution along the sequence, of which the first `seq` positions count."""
+
+    def __init__(self, size: int, groups: int = HIDDEN, **options: object):
+        super().__init__()
+        self.conv = nn.Conv1d(HIDDEN, HIDDEN, size, groups=groups, **options)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.silu(self.conv(x.transpose(1, 2))[..., : x.shape[1]]).transpose(1, 2)
+
+
+def causal_conv() -> nn.Module:
+    """Mamba's: each channel over this token and the three before it."""
+    return Convolved(4, padding=3)
+
+
+class PaddedConv(Convolved):
+    """Causal, padded by hand: [0, 0, 0, x_1, x_2, ..]."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.conv(F.pad(x.transpose(1, 2), (3, 0))).transpose(1, 2)
+
+
+class ConvolvedTable(nn.Module):
+    """The sequence as an image: [batch, 4, seq, 8], convolved along tokens and channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, (5, 3), padding=(2, 1))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.conv(x.unflatten(-1, (4, 8)).transpose(1, 2)).transpose(1, 2).flatten(2)
+
+
+class OneByOne(nn.Module):
+    """A linear map spelled as a convolution, without a batch dimension for all but one row."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.around = nn.Conv1d(HIDDEN, HIDDEN, 1), nn.Conv1d(HIDDEN, HIDDEN, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.conv(x.mT)
+        return (y + self.around(y[0])).mT
+
+
+# Scans along the sequence.
+
+
+class CumulativeMean(Projected):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        count = torch.arange(1, x.shape[1] + 1, device=x.device)
+        return torch.cumsum(self.value(x), dim=1) / count[:, None]
+
+
+class CumulativeGate(Projected):
+    """Tokens fade with the product of all gates so far; where a gate is shut everything after it is."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        gate = 2 * torch.sigmoid(self.value(x))
+        open_ = (torch.arange(x.shape[1], device=x.device) % 47 != 40)[:, None]
+        return (gate * open_).cumprod(1) * x + gate.flatten(2).cumprod(dim=-2)
+
+
+class RunningSoftmax(Projected):
+    """The mean of the tokens so far, weighted by the exponential of a score that is -inf for two of three tokens."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        seen = (torch.arange(x.shape[1], device=x.device) % 3 == 0)[:, None]
+        score = torch.where(seen, self.value(x), float("-inf"))
+        weight = score.logcumsumexp(dim=1)
+        return (score.exp() * x).cumsum(dim=1) * torch.exp(-weight) + weight
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+def then(first: Pair, second: Pair) -> Pair:
+    """(a, b) means h -> a h + b."""
+    return first[0] * second[0], second[0] * first[1] + second[1]
+
+
+class AffineRecurrence(nn.Module):
+    """h_t = a_t h_{t-1} + b_t, as an associative scan of the maps."""
+
+    def __init__(self, reverse: bool = False):
+        super().__init__()
+        self.reverse, self.decay, self.value = reverse, nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        maps = (torch.sigmoid(self.decay(x)), self.value(x))
+        return associative_scan(then, maps, dim=1, reverse=self.reverse, combine_mode="generic")[1]
+
+
+class Products(nn.Module):
+    """Products of 2x2 matrices, which do not commute, and beside them a sum whose terms another parameter scales."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn, self.value, self.scale = nn.Linear(HIDDEN, 4), nn.Linear(HIDDEN, HIDDEN), nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        turns = torch.eye(2, dtype=x.dtype) + 0.1 * torch.tanh(self.turn(x).unflatten(-1, (2, 2)))
+        both = {"turn": turns, "sum": self.value(x)}
+
+        def combine(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tensor]:
+            both = first["sum"] + second["sum"] + self.scale * first["sum"] * second["sum"] / 100
+            return {"turn": first["turn"] @ second["turn"], "sum": both}
+
+        found = associative_scan(combine, both, dim=1, combine_mode="generic")
+        return found["sum"] * found["turn"].flatten(2).repeat(1, 1, HIDDEN // 4) / 10
+
+
 # Operators with no rule along the sequence.
 
 
@@ -106,27 +231,6 @@ class FourierMix(nn.Module):
         return torch.fft.irfft(spectrum.square(), n=x.shape[1], dim=1) / x.shape[1]
 
 
-class CumulativeMean(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.value = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        count = torch.arange(1, x.shape[1] + 1, device=x.device)
-        return torch.cumsum(self.value(x), dim=1) / count[:, None]
-
-
-class CausalConv(nn.Module):
-    """A depthwise convolution over this token and the three before it."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv1d(HIDDEN, HIDDEN, kernel_size=4, padding=3, groups=HIDDEN)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return F.silu(self.conv(x.transpose(1, 2))[..., : x.shape[1]]).transpose(1, 2)
-
-
 class TokenMixing(nn.Module):
     """A linear map over the sequence axis (MLP-Mixer)."""
 
@@ -138,28 +242,44 @@ class TokenMixing(nn.Module):
         return self.mix(x.transpose(1, 2)).transpose(1, 2)
 
 
-class Flip(nn.Module):
+class StridedConv(nn.Module):
+    """Every second token is left out and interpolated again."""
+
     def __init__(self):
         super().__init__()
-        self.value = nn.Linear(HIDDEN, HIDDEN)
+        self.down = nn.Conv1d(HIDDEN, HIDDEN, 3, stride=2, padding=1, groups=HIDDEN)
+        self.up = nn.ConvTranspose1d(HIDDEN, HIDDEN, 2, stride=2, groups=HIDDEN)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.value(x).flip(1)
+        return self.up(self.down(x.transpose(1, 2)))[..., : x.shape[1]].transpose(1, 2)
 
 
-class Roll(Flip):
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return torch.roll(self.value(x), shifts=5, dims=1) * x
-
-
-class SortedTokens(Flip):
+class SortedTokens(Projected):
     """Each channel's values sorted along the sequence."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.value(x).sort(dim=1).values
 
 
-# Shifts, prefixes, strides and chunks of the sequence.
+# Shifts, turns, prefixes, strides and chunks of the sequence.
+
+
+class Flip(Projected):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.value(x).flip(1)
+
+
+class Roll(Projected):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return torch.roll(self.value(x), shifts=5, dims=1) * x
+
+
+class BothWays(Convolved):
+    """A causal convolution and a recurrence in both directions, as in bidirectional Mamba."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        there, back = (super(BothWays, self).forward(y).cumsum(1) for y in (x, x.flip(1)))
+        return (there + back.flip(1)) / x.shape[1]
 
 
 class TokenShift(nn.Module):
@@ -169,9 +289,27 @@ class TokenShift(nn.Module):
         super().__init__()
         self.blend, self.value = nn.Parameter(torch.rand(HIDDEN)), nn.Linear(HIDDEN, HIDDEN)
 
+    def before(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, 1, -1))
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        previous = F.pad(x, (0, 0, 1, -1))
-        return self.value(x + (previous - x) * self.blend).relu().square()
+        return self.value(x + (self.before(x) - x) * self.blend).relu().square()
+
+
+class ShiftByCat(TokenShift):
+    def before(self, x: Tensor) -> Tensor:
+        return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
+
+
+class ShiftByModule(TokenShift):
+    def before(self, x: Tensor) -> Tensor:
+        return nn.ZeroPad2d((0, 0, 1, -1))(x)
+
+
+class ShiftByRoll(TokenShift):
+    def before(self, x: Tensor) -> Tensor:
+        later = torch.arange(x.shape[1], device=x.device) > 0
+        return torch.roll(x, 1, dims=1) * later[:, None]
 
 
 class PrefixTokens(nn.Module):
@@ -225,13 +363,30 @@ MODELS: dict[str, Build] = {
     "gram_loss": build(lambda seq_len: GramLoss()),
     "returns_weights": build(lambda seq_len: ReturnsWeights()),
     "unknown_fft": mixer_model(FourierMix),
-    "unknown_cumsum": mixer_model(CumulativeMean),
-    "unknown_conv1d": mixer_model(CausalConv),
     "unknown_token_mixing": build(lambda seq_len: LanguageModel(Backbone(lambda: TokenMixing(seq_len), layers=1))),
-    "unknown_flip": mixer_model(Flip),
-    "unknown_roll": mixer_model(Roll),
+    "unknown_strided_conv": mixer_model(StridedConv),
     "unknown_sort": mixer_model(SortedTokens),
+    "conv_causal": mixer_model(causal_conv, layers=2),
+    "conv_same": mixer_model(lambda: Convolved(5, padding="same")),
+    "conv_same_even": mixer_model(lambda: Convolved(4, groups=4, padding="same", dilation=3)),
+    "conv_dilated": mixer_model(lambda: Convolved(3, groups=2, padding=8, dilation=4, bias=False)),
+    "conv_long": mixer_model(lambda: Convolved(64, padding=63)),
+    "conv_padded": mixer_model(lambda: PaddedConv(4)),
+    "conv_table": mixer_model(ConvolvedTable),
+    "conv_one_by_one": mixer_model(OneByOne),
+    "cumsum": mixer_model(CumulativeMean),
+    "cumprod": mixer_model(CumulativeGate),
+    "logcumsumexp": mixer_model(RunningSoftmax),
+    "affine_recurrence": mixer_model(AffineRecurrence, layers=2),
+    "affine_recurrence_reverse": mixer_model(lambda: AffineRecurrence(reverse=True)),
+    "products": mixer_model(Products),
+    "flip": mixer_model(Flip),
+    "roll": mixer_model(Roll),
+    "both_ways": mixer_model(lambda: BothWays(4, padding=3)),
     "token_shift": mixer_model(TokenShift, layers=2),
+    "token_shift_cat": mixer_model(ShiftByCat),
+    "token_shift_module": mixer_model(ShiftByModule),
+    "token_shift_roll": mixer_model(ShiftByRoll),
     "prefix_tokens": mixer_model(PrefixTokens),
     "strided": mixer_model(Strided),
     "chunked": mixer_model(Chunked),

@@ -45,12 +45,18 @@ SITES.pop("bmm_attention")  # batch and heads are one dimension, which the share
 PAIRWISE = {"manual_softmax": SITES.pop("manual_softmax"), "late_normaliser": SITES.pop("late_normaliser") // 2}
 UNKNOWN = {
     "unknown_fft": ("aten.fft_rfft", "torch.fft.rfft(x, dim=1)"),
-    "unknown_cumsum": ("aten.cumsum", "torch.cumsum(self.value(x), dim=1)"),
-    "unknown_conv1d": ("aten.conv1d", "self.conv(x.transpose(1, 2))"),
+    "unknown_strided_conv": ("aten.conv1d", "self.down(x.transpose(1, 2))"),
     "unknown_token_mixing": ("aten.linear", "self.mix(x.transpose(1, 2))"),
-    "unknown_flip": ("aten.flip", "self.value(x).flip(1)"),
-    "unknown_roll": ("aten.roll", "torch.roll(self.value(x), shifts=5, dims=1)"),
     "unknown_sort": ("aten.sort", "self.value(x).sort(dim=1)"),
+}
+
+# What works along the sequence without a fallback, and the exchange it takes.
+ALONG = {
+    **dict.fromkeys((name for name in models_mixing.MODELS if name.startswith("conv")), "halo"),
+    **dict.fromkeys((name for name in models_mixing.MODELS if name.startswith("token_shift")), "relayout"),
+    **{name: name for name in ("cumsum", "cumprod", "logcumsumexp")},
+    **dict.fromkeys(("affine_recurrence", "affine_recurrence_reverse", "products"), "split_associative_scan"),
+    **{"flip": "relayout", "roll": "relayout", "both_ways": "halo"},
 }
 
 
@@ -161,6 +167,8 @@ def explains(name: str, plan: Any, ranks: int, strategy: str | None) -> None:
         assert (len(plan.sites), {s.kind for s in plan.sites}, plan.fallbacks) == (PAIRWISE[name], {"pairwise"}, ()), name
     for site in sites if strategy in LOWERINGS else ():
         assert strategy in (None, site.strategy) or site.note.startswith(f"{strategy} cannot apply: "), site
+    if name in ALONG and ranks > 1:
+        assert plan.fallbacks == () and ALONG[name] in {c.op for c in plan.collectives}, (name, plan.fallbacks, plan.collectives)
     if name in UNKNOWN and ranks > 1:
         operator, code = UNKNOWN[name]
         told = [f for f in plan.fallbacks if f.op.startswith(operator)]

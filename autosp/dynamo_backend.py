@@ -126,7 +126,7 @@ def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -
     return run, "; ".join(seen)
 
 
-_COMMUNICATES = ("_c10d_functional", "asp.block_attention", "asp.scan_start")
+_COMMUNICATES = ("_c10d_functional", "asp.block_attention", "asp.scan_start", "asp.halo")
 
 
 def _collectives(module: fx.GraphModule) -> str:

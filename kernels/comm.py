@@ -10,6 +10,8 @@ x: any shape; the sharded dimension is `dim`, which may carry the sequence merge
 
 from __future__ import annotations
 
+import ast
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -190,8 +192,7 @@ def relayout(x: Tensor, dim: int, source: Shards, target: Shards, outer: int, in
 def _exchange(rows: Tensor, src: Layout, dst: Layout, rank: int, group: str) -> Tensor:
     """My rows of `src` -> my rows of `dst`. What several ranks hold in `dst` goes to each of them, their cotangents are added."""
     rest = rows.shape[1:].numel()
-    out = [sorted(src.overlap(rank, dst, r), key=lambda p: p[1]) for r in range(src.ranks)]
-    into = [sorted(src.overlap(r, dst, rank), key=lambda p: p[1]) for r in range(src.ranks)]
+    out, into = _pieces(src, dst, rank)
     sent = torch.cat([_column(take(rows, 0, tuple((a, a + n) for a, _, n in pieces))) for pieces in out])
     got = _all_to_all(sent, _counts(out, rest), _counts(into, rest), group)
     placed, at = [], 0
@@ -204,6 +205,16 @@ def _exchange(rows: Tensor, src: Layout, dst: Layout, rank: int, group: str) -> 
     return take(got.reshape(at, *rows.shape[1:]), 0, order)
 
 
+Pieces = list[list[tuple[int, int, int]]]  # by rank: (position here, position there, count)
+
+
+def _pieces(src: Layout, dst: Layout, rank: int) -> tuple[Pieces, Pieces]:
+    """What a rank sends to and receives from each, in the order in which it lies in `dst`."""
+    out = [sorted(src.overlap(rank, dst, r), key=lambda p: p[1]) for r in range(src.ranks)]
+    into = [sorted(src.overlap(r, dst, rank), key=lambda p: p[1]) for r in range(src.ranks)]
+    return out, into
+
+
 def _counts(pieces: list[list[tuple[int, int, int]]], rest: int) -> list[int]:
     return [sum(n for _, _, n in row) * rest for row in pieces]
 
@@ -214,47 +225,105 @@ def halo(x: Tensor, dim: int, shards: Shards, windows: Shards, rank: int, group:
     Windows may overlap and reach beyond the sequence, where the value is zero. What a rank needs and does not hold is sent to
     it once, whoever holds it; its cotangent comes back and is added to the holder's own.
     """
-    length = sum(map(size, shards))
-    needed = lacking(length, shards, windows)
-    sources, got = [(run, x, at) for run, at in zip(shards[rank], offsets(shards[rank]), strict=True)], x
+    # One operator, whose operand and result are never empty: what a rank does not send or receive would be a constant for a
+    # compiler, which moves and merges exchanges of constants on that rank alone.
+    return torch.ops.asp.halo(x, dim, repr((shards, windows)), rank, group)
+
+
+@torch.library.custom_op("asp::halo", mutates_args=())
+def _halo(x: Tensor, dim: int, places: str, rank: int, group: str) -> Tensor:
+    shards, windows, needed = _places(places)
+    sources = {"own": x.movedim(dim, 0)}
     if any(needed):
-        got = _exchange(x.movedim(dim, 0), Layout(length, shards), Layout(length, needed), rank, group).movedim(0, dim)
-        sources += [(run, got, at) for run, at in zip(needed[rank], offsets(needed[rank]), strict=True)]
-    sources.sort(key=lambda source: source[0])
-    pieces = [piece for window in windows[rank] for piece in _window(x, dim, window, length, sources)]
-    near = torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
-    return tie(near, got)
+        sources["got"] = _exchange(sources["own"], _layout(shards), _layout(needed, shards), rank, group)
+    near = x.new_zeros(size(windows[rank]), *sources["own"].shape[1:])
+    for which, at, window, count in _copies(shards[rank], needed[rank], windows[rank]):
+        near[window : window + count] = sources[which][at : at + count]
+    return near.movedim(0, dim).contiguous()
 
 
-def _window(x: Tensor, dim: int, window: Interval, length: int, sources: list[tuple[Interval, Tensor, int]]) -> list[Tensor]:
-    """The pieces of one window, in order; `sources` are runs of positions and where they start in which tensor."""
-    start, stop = window
-
-    def zeros(count: int) -> list[Tensor]:
-        return [x.new_zeros(*x.shape[:dim], count, *x.shape[dim + 1 :])] if count > 0 else []
-
-    inside = []
-    for (a, b), source, at in sources:
-        lo, hi = max(a, start), min(b, stop)
-        if lo < hi:
-            inside.append(source.narrow(dim, at + lo - a, hi - lo))
-    return [*zeros(min(stop, 0) - start), *inside, *zeros(stop - max(start, length))]
+@_halo.register_fake
+def _(x: Tensor, dim: int, places: str, rank: int, group: str) -> Tensor:
+    return x.new_empty(*x.shape[:dim], size(_places(places)[1][rank]), *x.shape[dim + 1 :])
 
 
-class _Tie(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
-        ctx.shape, ctx.dtype = other.shape, other.dtype
-        return x.view_as(x)
+@torch.library.custom_op("asp::halo_back", mutates_args=())
+def _halo_back(grad: Tensor, dim: int, places: str, rank: int, group: str) -> Tensor:
+    """The transpose: cotangents go back to the ranks that hold the positions, and are added there."""
+    shards, windows, needed = _places(places)
+    rows = grad.movedim(dim, 0)
+    sums = {
+        "own": rows.new_zeros(size(shards[rank]), *rows.shape[1:]),
+        "got": rows.new_zeros(size(needed[rank]), *rows.shape[1:]),
+    }
+    for which, at, window, count in _copies(shards[rank], needed[rank], windows[rank]):
+        sums[which][at : at + count] += rows[window : window + count]
+    if any(needed):
+        rest = rows.shape[1:].numel()
+        out, into = _pieces(_layout(shards), _layout(needed, shards), rank)
+        sent = torch.cat(
+            [_column(sums["got"][there : there + n]) for row in into for _, there, n in row] or [rows.new_zeros(0, 1)]
+        )
+        got, at = _all_to_all(sent, _counts(into, rest), _counts(out, rest), group).reshape(-1, *rows.shape[1:]), 0
+        for row in out:
+            for here, _, n in row:
+                sums["own"][here : here + n] += got[at : at + n]
+                at += n
+    return sums["own"].movedim(0, dim).contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return grad, grad.new_zeros(ctx.shape, dtype=ctx.dtype)
+
+@_halo_back.register_fake
+def _(grad: Tensor, dim: int, places: str, rank: int, group: str) -> Tensor:
+    return grad.new_empty(*grad.shape[:dim], size(_places(places)[0][rank]), *grad.shape[dim + 1 :])
 
 
-def tie(x: Tensor, other: Tensor) -> Tensor:
-    """x; `other` gets a cotangent of zeros, so that a rank with no use for it takes part in the exchanges of its backward."""
-    return _Tie.apply(x, other) if other.requires_grad else x
+def _halo_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.places = inputs[1:]
+
+
+_halo.register_autograd(lambda ctx, grad: (_halo_back(grad, *ctx.places), None, None, None, None), setup_context=_halo_setup)
+
+
+@functools.cache
+def _places(text: str) -> tuple[Shards, Shards, Shards]:
+    """Shards, windows and what each rank lacks of its windows; operators take no nested numbers."""
+    shards, windows = ast.literal_eval(text)
+    return shards, windows, lacking(sum(map(size, shards)), shards, windows)
+
+
+def halo_counts(places: str, rank: int) -> tuple[list[int], list[int]]:
+    """By rank, the positions that this one sends for windows and receives (backward the other way round)."""
+    shards, _, needed = _places(places)
+    out, into = _pieces(_layout(shards), _layout(needed, shards), rank)
+    return _counts(out, 1), _counts(into, 1)
+
+
+def _layout(shards: Shards, like: Shards | None = None) -> Layout:
+    return Layout(sum(map(size, like or shards)), shards)
+
+
+def _copies(own: Intervals, needed: Intervals, windows: Intervals) -> list[tuple[str, int, int, int]]:
+    """What windows are made of: (own or got, first position there, first position in the windows, count); the rest is zero."""
+    sources = [("own", run, at) for run, at in zip(own, offsets(own), strict=True)]
+    sources += [("got", run, at) for run, at in zip(needed, offsets(needed), strict=True)]
+    copies, place = [], 0
+    for start, stop in windows:
+        for which, (a, b), at in sources:
+            lo, hi = max(a, start), min(b, stop)
+            if lo < hi:
+                copies.append((which, at + lo - a, place + lo - start, hi - lo))
+        place += stop - start
+    return copies
+
+
+def tie(x: Tensor, *others: Tensor) -> Tensor:
+    """x, which now depends on `others` by the sum of none of their elements: for a rank that has no use for what it received.
+
+    A graph keeps an exchange only if something depends on it, forward and backward, and every rank must take part in both.
+    """
+    for other in others:
+        x = x + other.reshape(-1)[:0].sum().to(x.dtype)
+    return x
 
 
 def _near(heads: Sequence[Interval], shards: Shards, near: Sequence[int] | None) -> tuple[Sequence[Interval], Shards]:

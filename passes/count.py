@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..cost_model import states
 from ..cost_model.plan import Collective
-from ..kernels import blocks, comm, prefix
+from ..kernels import blocks, comm, linear, prefix
 from ..kernels.layout import Layout, Shards, lacking, size
 from .lower import Lowering
 
@@ -42,6 +43,8 @@ _PURPOSE = {
     "to_sequence": "heads to sequence",
     "sync": "parameter gradients",
     "block_attention": "blocks of attention",
+    "on_rank": "states of linear attention",
+    "state_on_rank": "states of linear attention",
 }
 
 
@@ -117,6 +120,17 @@ def _travelled(node: fx.Node, low: Lowering) -> tuple[int, int]:
     return blocks.traffic(node.args[2], [x.meta["val"] for x in node.args[0]])  # type: ignore[union-attr, arg-type]
 
 
+def _state(node: fx.Node, low: Lowering) -> tuple[int, int]:
+    """As if every document went on: which do is only known of a batch."""
+    _, k, v, decay, remove = (x.meta["val"] if isinstance(x, fx.Node) else None for x in node.args[:5])
+    algorithm, (_, ranks, _, close) = node.args[10:12]  # type: ignore[misc]
+    decays = 0 if decay is None else 1 if decay.dim() == 3 else decay.shape[3]
+    sizes = states.LinearAttention(
+        v.shape[0], v.shape[2], k.shape[2], 0, k.shape[3], v.shape[3], decays, remove is not None, v.element_size(), ranks, close
+    )  # fmt: skip
+    return states.BY_ALGORITHM[algorithm](sizes)
+
+
 def _synced(node: fx.Node, low: Lowering) -> tuple[int, int]:
     if node.args[1] is None:
         return 0, 0
@@ -145,4 +159,6 @@ _COUNTS: dict[Any, Any] = {
     comm.to_sequence: _exchanged,
     comm.sync: _synced,
     torch.ops.asp.block_attention.default: _travelled,
+    linear.on_rank: _state,
+    linear.state_on_rank: _state,
 }

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from autosp.kernels import blocks
+from autosp.kernels import blocks, comm
 from autosp.parallelizer import tracing
 from autosp.passes import recognise
 from autosp.passes.lower import Spread
@@ -42,6 +42,11 @@ class Traced:
                 back = name.endswith("backward")
                 leaves = [x.meta["val"] for x in node.args[4 if back else 0]]  # type: ignore[union-attr]
                 sent["blocks"] += blocks.traffic(str(node.args[6 if back else 2]), leaves)[back]
+            if name.startswith("asp::halo"):
+                out, into = comm.halo_counts(str(node.args[2]), rank)
+                value, dim = node.meta["val"], node.args[1]
+                positions = sum(into if name.endswith("back") else out)
+                sent["halo"] += positions * value.nbytes // value.shape[dim]
             if not name.startswith("_c10d_functional::") or "wait" in name:
                 continue
             x: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]

@@ -74,7 +74,8 @@ def _cumulative(
     totals = _totals(x, [run.narrow(dim, run.shape[dim] - 1, 1) for run in runs], dim, shards, rank, group)
     before = [fold(totals.narrow(dim, 0, number), dim, keepdim=True) for number in _numbers(shards, rank)]
     results = [combine(total, run) for total, run in zip(before, runs, strict=True)]
-    return tie(_joined(results, x, dim), totals).to(dtype)
+    result = _joined(results, x, dim)
+    return (result if runs else tie(result, totals)).to(dtype)
 
 
 def logcumsumexp(x: Tensor, dim: int, shards: Shards, rank: int, group: str) -> Tensor:
@@ -92,7 +93,8 @@ def logcumsumexp(x: Tensor, dim: int, shards: Shards, rank: int, group: str) -> 
         before = [log_sum_exp(totals.narrow(dim, 0, number), dim)] if number else []
         scanned = torch.cat([*before, run], dim).logcumsumexp(dim)
         results.append(scanned.narrow(dim, len(before), run.shape[dim]))
-    return tie(_joined(results, x, dim), totals).to(dtype)
+    result = _joined(results, x, dim)
+    return (result if any(_numbers(shards, rank)) else tie(result, totals)).to(dtype)
 
 
 def log_sum_exp(x: Tensor, dim: int) -> Tensor:
@@ -164,9 +166,7 @@ def split_associative_scan(
     for number, run in zip(_numbers(shards, rank), runs, strict=True):
         results.append(ahead([f[number - 1] for f in folded], run) if number else run)
     joined = [_joined([run[i] for run in results], x, 0) for i, x in enumerate(xs)]
-    for other in (*wholes, *extra):
-        joined = [tie(x, other) for x in joined]
-    return joined
+    return joined if any(_numbers(shards, rank)) else [tie(x, *wholes, *extra) for x in joined]
 
 
 def _packed_totals(

@@ -5,6 +5,7 @@ Each rank knows the whole value and the whole cotangent, so it can say what its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -181,9 +182,25 @@ class Causal(nn.Module):
         return x + self.conv(x.mT)[..., : x.shape[1]].mT
 
 
+def rolled(x: Tensor) -> Tensor:
+    return torch.roll(x, 1, 1) * (torch.arange(x.shape[1]) > 0)[:, None]
+
+
+SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pad": lambda x: nn.functional.pad(x, (0, 0, 1, -1)),
+    "cat": lambda x: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
+    "module": nn.ZeroPad2d((0, 0, 1, -1)),
+    "roll": rolled,
+}
+
+
 class Shifted(nn.Module):
+    def __init__(self, shift: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.shift = shift
+
     def forward(self, x: Tensor) -> Tensor:
-        return x + nn.functional.pad(x, (0, 0, 1, -1))
+        return x + self.shift(x)
 
 
 class Summed(nn.Module):
@@ -220,10 +237,15 @@ def test_a_kernel_longer_than_a_shard_reads_from_several_ranks() -> None:
     assert forward == backward == sum(min(a, 59) for a in starts) * BATCH * WIDE * 4
 
 
-def test_a_token_shift_moves_the_positions_at_boundaries() -> None:
-    forward, backward, rows = travelled(Shifted())
-    assert forward == backward == (RANKS - 1) * BATCH * WIDE * 4
-    assert [(c.op, c.count, c.bytes_forward) for c in rows] == [("relayout", 1, forward // RANKS)]
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_a_token_shift_moves_the_positions_at_boundaries(shift: str) -> None:
+    """One position over each boundary; a roll also brings the last one round to the front."""
+    forward, backward, rows = travelled(Shifted(SHIFTS[shift]))
+    moved = RANKS if shift == "roll" else RANKS - 1
+    assert forward == backward == moved * BATCH * WIDE * 4
+    assert [(c.op, c.count, c.bytes_forward, c.bytes_backward) for c in rows] == [
+        ("relayout", 1, forward // RANKS, backward // RANKS)
+    ]
 
 
 def test_a_scan_sends_one_total_a_rank() -> None:

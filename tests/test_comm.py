@@ -112,6 +112,39 @@ def relayouts(mesh: DeviceMesh, source: str, target: str) -> None:
     torch.testing.assert_close((y, grad), (held(whole, dst, rank), held(back, src, rank)))
 
 
+WINDOWS: dict[str, Callable[[int, int], tuple[tuple[int, int], ...]]] = {
+    "before": lambda a, b: ((a - 3, b),),
+    "around": lambda a, b: ((a - 1, b + 2),),
+    "far": lambda a, b: ((a - 9, b + LENGTH),),
+    "apart and overlapping": lambda a, b: ((a - 4, a + 1), (a - 2, b + 1), (LENGTH, LENGTH + 2), (-5, -2)),
+    "own only": lambda a, b: ((a, b),),
+    "shifted": lambda a, b: ((a + 2, b + 2),),
+}
+
+
+def halos(mesh: DeviceMesh, name: str) -> None:
+    """Windows around what each rank holds; a rank that holds nothing asks for zeros in front. whole: [2, 13, 5]."""
+    rank, ranks, group = seen(mesh)
+    layout = LAYOUTS[name](LENGTH, ranks)
+    whole, back = values(2, LENGTH, 5, seed=0), [values(2, 200, 5, seed=1 + r) for r in range(ranks)]
+    outside = 2 * LENGTH
+    for make in WINDOWS.values():
+        windows = tuple(tuple(w for a, b in held for w in make(a, b)) or ((-3, 0),) for held in layout.shards)
+        index = [torch.tensor([p for a, b in held for p in range(a, b)]) for held in windows]
+        wide = torch.cat([whole.new_zeros(2, outside, 5), whole, whole.new_zeros(2, outside, 5)], 1)
+        total = torch.zeros_like(wide)
+        for i, cotangent in zip(index, back, strict=True):
+            total.index_add_(1, i + outside, cotangent[:, : len(i)])
+        y, grad = pull(
+            lambda x, w=windows: comm.halo(x, 1, layout.shards, w, rank, group),
+            torch.cat([whole[:, a:b] for a, b in layout.shards[rank]] or [whole[:, :0]], 1),
+            lambda y: back[rank][:, : y.shape[1]],
+        )
+        summed = total[:, outside : outside + LENGTH]
+        mine = torch.cat([summed[:, a:b] for a, b in layout.shards[rank]] or [summed[:, :0]], 1)
+        torch.testing.assert_close((y, grad), (wide[:, index[rank] + outside], mine))
+
+
 def rows(whole: Tensor, layout: Layout, rank: int) -> Tensor:
     """whole: [batch, heads, seq, width]."""
     return torch.cat([whole[:, :, a:b] for a, b in layout.shards[rank]] or [whole[:, :, :0]], 2)
@@ -177,6 +210,12 @@ def test_positions_move_to_their_new_holders(pool: Pool, on: int, source: str, t
     pool.run(relayouts, source, target, on=on)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("on", RANKS)
+def test_windows_are_filled_by_whoever_holds_the_positions(pool: Pool, on: int, name: str) -> None:
+    pool.run(halos, name, on=on)
+
+
 @pytest.mark.parametrize(("q_heads", "groups"), [(4, 1), (3, 1), (4, 4), (6, 3), (2, 1), (1, 1)])
 @pytest.mark.parametrize("on", RANKS)
 def test_heads_are_exchanged_for_positions(pool: Pool, on: int, q_heads: int, groups: int) -> None:
@@ -197,6 +236,27 @@ def sent_bytes(mesh: DeviceMesh, q_heads: int, groups: int) -> list[int]:
     finally:
         comm._all_to_all = original
     return [s // (2 * 5 * size(layout.shards[rank])) for s in sizes]
+
+
+def halo_elements(mesh: DeviceMesh, before: int, after: int) -> list[int]:
+    """Positions sent to each rank for a halo of one element a position."""
+    rank, ranks, group = seen(mesh)
+    shards = contiguous(LENGTH, ranks).shards
+    windows = tuple(((a - before, b + after),) for ((a, b),) in shards)
+    sizes: list[int] = []
+    original, comm._all_to_all = comm._all_to_all, lambda flat, sent, *rest: sizes.extend(sent) or original(flat, sent, *rest)
+    try:
+        comm.halo(values(size(shards[rank]), seed=0), 0, shards, windows, rank, group)
+    finally:
+        comm._all_to_all = original
+    return sizes
+
+
+def test_a_halo_sends_what_is_needed_and_nothing_else(pool: Pool) -> None:
+    assert pool.run(halo_elements, 2, 0, on=4) == [[0, 2, 0, 0], [0, 0, 2, 0], [0, 0, 0, 2], [0, 0, 0, 0]]
+    assert pool.run(halo_elements, 1, 1, on=3) == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
+    assert pool.run(halo_elements, 5, 0, on=4) == [[0, 3, 2, 0], [0, 0, 3, 2], [0, 0, 0, 3], [0, 0, 0, 0]], "from two ranks"
+    assert pool.run(halo_elements, 0, 0, on=4) == [[]] * 4, "no exchange"
 
 
 def test_a_key_value_head_goes_only_where_it_is_needed(pool: Pool) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosp.kernels.layout import Layout, concatenated, contiguous, kv_heads, split
+from autosp.kernels.layout import Layout, concatenated, contiguous, kv_heads, lacking, split
 
 
 def positions(layout: Layout, rank: int) -> list[int]:
@@ -124,3 +124,28 @@ def test_a_layout_prints_who_holds_what() -> None:
     assert str(layout) == "8 over 3 ranks: [0,2)+[6,8) [2,6) -"
     with pytest.raises(AttributeError):
         layout.length = 9  # type: ignore[misc]
+
+
+@given(layouts(), st.integers(-100, 100))
+def test_a_sequence_turned_or_rolled_is_held_where_it_was(layout: Layout, shift: int) -> None:
+    """A rank holds the same elements: turned around in memory, or put in ascending order by local index ranges."""
+    back = layout.reversed()
+    held_once(back)
+    rolled, cuts = layout.rolled(shift)
+    held_once(rolled)
+    for rank in range(layout.ranks):
+        held = positions(layout, rank)
+        assert positions(back, rank) == [layout.length - 1 - p for p in reversed(held)]
+        kept = [held[i] for a, b in cuts[rank] for i in range(a, b)]
+        assert positions(rolled, rank) == [(p + shift) % layout.length for p in kept]
+        assert sorted(kept) == sorted(held) and positions(rolled, rank) == sorted(positions(rolled, rank))
+
+
+@given(layouts(), st.data())
+def test_what_is_lacking_is_in_a_window_and_not_held(layout: Layout, data: st.DataObject) -> None:
+    ends = st.tuples(st.integers(-5, layout.length + 5), st.integers(0, 9)).map(lambda w: (w[0], w[0] + w[1]))
+    windows = tuple(tuple(data.draw(st.lists(ends, max_size=3))) for _ in range(layout.ranks))
+    missing = lacking(layout.length, layout.shards, windows)
+    for rank in range(layout.ranks):
+        wanted = {p for a, b in windows[rank] for p in range(a, b) if 0 <= p < layout.length}
+        assert [p for a, b in missing[rank] for p in range(a, b)] == sorted(wanted - set(positions(layout, rank)))

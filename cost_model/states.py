@@ -9,13 +9,14 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """Sizes of one linear attention: heads [H, H_k], length T, a state [K, V] a head, ranks.
+    """Sizes of one linear attention: heads of values, queries and keys, length T, a state [K, V] a head, ranks.
 
     `decays` are the numbers a token and head has for them (0, 1 or K); with `remove` a rank's step on a state is a matrix.
     """
 
     batch: int
     heads: int
+    query_heads: int
     key_heads: int
     seq: int
     key_dim: int
@@ -68,21 +69,24 @@ def gather_states(a: LinearAttention) -> tuple[int, int]:
     return _both(a, a.ranks * (a.ranks - 1) // 2 * a.pair)
 
 
+def _shared(a: LinearAttention, rank: int, count: int) -> int:
+    """How many of `count` heads, which several value heads share, a rank's value heads need."""
+    groups = max(1, a.heads // max(1, count))
+    first, last = rank * a.heads // a.ranks, (rank + 1) * a.heads // a.ranks
+    return -(-last // groups) - first // groups if first < last else 0
+
+
 def all_to_all(a: LinearAttention) -> tuple[int, int]:
     """Heads of everything a token has, and of the result, change hands: (P − 1)/P of each."""
     heads = [((r + 1) * a.heads // a.ranks) - (r * a.heads // a.ranks) for r in range(a.ranks)]
     tokens = [((r + 1) * a.seq // a.ranks) - (r * a.seq // a.ranks) for r in range(a.ranks)]
-    groups = max(1, a.heads // max(1, a.key_heads))
-    keys = []
-    for r in range(a.ranks):
-        first, last = r * a.heads // a.ranks, (r + 1) * a.heads // a.ranks
-        keys.append(-(-last // groups) - first // groups if first < last else 0)
+    keys = [_shared(a, r, a.query_heads) + _shared(a, r, a.key_heads) for r in range(a.ranks)]
     wide = 2 * a.value_dim + a.decays + (a.key_dim if a.remove else 0)
     total = 0
     for source, n in enumerate(tokens):
         for to in range(a.ranks):
             if to != source:
-                total += n * (heads[to] * wide + keys[to] * 2 * a.key_dim)
+                total += n * (heads[to] * wide + keys[to] * a.key_dim)
     return _both(a, total * a.batch * a.itemsize)
 
 

@@ -126,7 +126,7 @@ def _state(node: fx.Node, low: Lowering) -> tuple[int, int]:
     algorithm, (_, ranks, _, close) = node.args[10:12]  # type: ignore[misc]
     decays = 0 if decay is None else 1 if decay.dim() == 3 else decay.shape[3]
     sizes = states.LinearAttention(
-        v.shape[0], v.shape[2], k.shape[2], 0, k.shape[3], v.shape[3], decays, remove is not None, v.element_size(), ranks, close
+        v.shape[0], v.shape[2], 1, 1, 0, k.shape[3], v.shape[3], decays, remove is not None, v.element_size(), ranks, close
     )  # fmt: skip
     return states.BY_ALGORITHM[algorithm](sizes)
 

@@ -35,12 +35,12 @@ class Recurrent:
 
     @property
     def sizes(self) -> states.LinearAttention:
-        _, k, v, decay, remove = (shape(x) if isinstance(x, fx.Node) else () for x in self.node.args[:5])
+        q, k, v, decay, remove = (shape(x) if isinstance(x, fx.Node) else () for x in self.node.args[:5])
         decays = 0 if not decay else 1 if len(decay) == 3 else decay[3]
         width = self.node.args[2].meta["val"].element_size()  # type: ignore[union-attr]
         ranks = self.layout.ranks
         return states.LinearAttention(
-            v[0], v[2], k[2], v[1], k[3], v[3], decays, bool(remove), width, ranks, neighbours(ranks)
+            v[0], v[2], q[2], k[2], v[1], k[3], v[3], decays, bool(remove), width, ranks, neighbours(ranks)
         )  # fmt: skip
 
     @property
@@ -110,8 +110,7 @@ def _computed(b: Builder, node: fx.Node, values: Sequence[fx.Node | None], place
 def _by_heads(site: Recurrent, ctx: SiteContext) -> Recipe:
     """Every rank computes some heads over all tokens, uneven heads included."""
     node, layout, sizes = site.node, site.layout, site.sizes
-    heads, groups = split(sizes.heads, ctx.ranks), sizes.heads // sizes.key_heads
-    keys = [kv_heads(h, groups) for h in heads]
+    heads = split(sizes.heads, ctx.ranks)
     given = operands_given(node)
     asked = [(x, V if shape(x) == shape(node)[:2] else p) for x, p in demands(node, layout)]  # starts: whole everywhere
 
@@ -125,10 +124,11 @@ def _by_heads(site: Recurrent, ctx: SiteContext) -> Recipe:
             if i == 6:
                 operand[i] = b.call(aten.narrow.default, x, 1, first, last - first)
                 continue
-            mine = keys if i < 2 else heads
-            operand[i] = b.call(comm.to_heads, x, HEADS, TOKENS, tuple(mine), layout.shards, b.rank, b.group)
-            if i < 2 and not _aligned(heads[b.rank], groups):
-                operand[i] = b.call(attend.expand_heads, operand[i], HEADS, first, last - first, keys[b.rank][0], groups)
+            groups = sizes.heads // shape(node.args[i])[HEADS]  # type: ignore[arg-type]
+            mine = tuple(kv_heads(h, groups) for h in heads)
+            operand[i] = b.call(comm.to_heads, x, HEADS, TOKENS, mine, layout.shards, b.rank, b.group)
+            if not _aligned(heads[b.rank], groups):
+                operand[i] = b.call(attend.expand_heads, operand[i], HEADS, first, last - first, mine[b.rank][0], groups)
         out = _computed(b, node, [*operand, None], ALONE)
         if b.ranks == 1:
             return out

@@ -15,7 +15,13 @@ PREFIX = "autosp."
 ALLOWED = {
     "kernels": ("autosp.kernels.",),
     "cost_model": ("autosp.cost_model.",),
-    "passes": ("autosp.passes.", "autosp.kernels.", "autosp.cost_model.plan.", "autosp.cost_model.volumes."),
+    "passes": (
+        "autosp.passes.",
+        "autosp.kernels.",
+        "autosp.cost_model.plan.",
+        "autosp.cost_model.states.",
+        "autosp.cost_model.volumes.",
+    ),
     "autosp": ("autosp.",),
 }
 FILES = [path for folder in ALLOWED for path in sorted((ROOT / folder).rglob("*.py"))]

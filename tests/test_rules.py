@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from autosp.cost_model.states import LINEAR_COSTS
 from autosp.cost_model.volumes import COSTS
 from autosp.kernels.comm import cut
 from autosp.kernels.layout import contiguous
@@ -16,6 +17,7 @@ from autosp.passes.capture import Captured, Input
 from autosp.passes.facts import Facts
 from autosp.passes.lower import Lowering, Spread
 from autosp.passes.placement import Pairwise, Partial, Placement, R, Shard, Varying
+from autosp.passes.recurrence import RECURRENT
 from autosp.passes.relation import operands
 from autosp.passes.rules import RULES, rule_of
 from autosp.passes.rules.base import Recipe, Rule
@@ -271,3 +273,4 @@ def test_samples_cover_the_table() -> None:
 
 def test_every_strategy_has_a_price_and_a_lowering() -> None:
     assert COSTS.keys() == LOWERINGS.keys()
+    assert LINEAR_COSTS.keys() == RECURRENT.keys()

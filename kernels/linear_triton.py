@@ -793,7 +793,8 @@ class Chunks:
     @classmethod
     def of(cls, decay: Tensor | None, starts: Tensor | None, like: Tensor) -> Chunks:
         """like [B, T, H, ..], with all heads."""
-        bare = cls(*like.shape[:3], like.device)
+        batch, length, heads = like.shape[:3]
+        bare = cls(batch, length, heads, like.device)
         upto = segment = None
         if decay is not None:
             each = decay if decay.dim() == 4 else decay[..., None]
@@ -1071,7 +1072,7 @@ def finish_back(
 
 
 def summary(read: Tensor, values: Tensor, write: Tensor, through: Tensor) -> list[Tensor]:
-    batch, heads, width = *read.shape[:2], read.shape[4]
+    (batch, heads), width = read.shape[:2], read.shape[4]
     matrix, end = (read.new_empty(batch, heads, width, n) for n in (width, values.shape[4]))
     eye = torch.eye(width, dtype=read.dtype, device=read.device).expand(batch, heads, width, width)
     _carried(read, values, write, through, None, None, None, end)

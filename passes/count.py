@@ -122,7 +122,8 @@ def _travelled(node: fx.Node, low: Lowering) -> tuple[int, int]:
 
 def _state(node: fx.Node, low: Lowering) -> tuple[int, int]:
     """As if every document went on: which do is only known of a batch."""
-    _, k, v, decay, remove = (x.meta["val"] if isinstance(x, fx.Node) else None for x in node.args[:5])
+    k, v, decay, remove = (x.meta["val"] if isinstance(x, fx.Node) else None for x in node.args[1:5])
+    assert k is not None and v is not None
     algorithm, (_, ranks, _, close) = node.args[10:12]  # type: ignore[misc]
     decays = 0 if decay is None else 1 if decay.dim() == 3 else decay.shape[3]
     sizes = states.LinearAttention(

@@ -16,7 +16,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.distributed.device_mesh import DeviceMesh
 
 from .cost_model.plan import Plan
-from .inductor import settings
+from .inductor import communicates, settings
 from .kernels import agree
 from .mesh import World, resolve
 from .passes import recognise
@@ -126,12 +126,8 @@ def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -
     return run, "; ".join(seen)
 
 
-_COMMUNICATES = ("_c10d_functional", "asp.block_attention", "asp.scan_start", "asp.halo")
-
-
 def _collectives(module: fx.GraphModule) -> str:
-    names = [str(n.target) for n in module.graph.nodes if str(n.target).startswith(_COMMUNICATES)]
-    return " ".join(name for name in names if "wait" not in name)
+    return " ".join(str(n.target) for n in module.graph.nodes if communicates(n.target))
 
 
 def _eager(module: fx.GraphModule) -> Callable[..., Any]:

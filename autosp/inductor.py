@@ -4,10 +4,15 @@ To fuse loops of different shape, Inductor's CPU backend computes a node's depen
 scatter's result then names the buffer before the scatter: it is read too early and the scatter is lost, silently
 (pytorch/pytorch#185509; the gradient of a router's top-k, for one). `KeepOrder` gives such a read its name back. A torch
 without the fault finds nothing left to rename.
+
+Inductor keeps the order of collectives that it knows, and moves our own operators freely. What it fuses differs from rank to
+rank (the first has nothing before it), so ranks would come to run one halo before and one after a reduce-scatter, and wait for
+each other. `KeepOrder` makes each operator that communicates wait for the one before.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +28,10 @@ except ImportError:  # an older torch takes a plain function, and keys its cache
 
 
 class KeepOrder(CustomSchedulerPass):
-    """A pass before fusion: what reads a buffer stays behind what writes into it in place."""
+    """A pass before fusion: what reads a buffer stays behind what writes into it in place, and exchanges keep their order."""
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        _chain(nodes)
         for node in nodes:
             for part in node.get_nodes():
                 if isinstance(part, SchedulerNode):
@@ -33,7 +39,25 @@ class KeepOrder(CustomSchedulerPass):
         return nodes
 
     def uuid(self) -> str:
-        return "autosp: keep order 1"  # part of Inductor's cache key: code that was compiled without it is not taken
+        return "autosp: keep order 2"  # part of Inductor's cache key: code that was compiled without it is not taken
+
+
+# Operators in which ranks wait for each other, by the start of their names.
+COMMUNICATES = ("_c10d_functional", "asp.block_attention", "asp.scan_start", "asp.halo")
+
+
+def communicates(operator: object) -> bool:
+    return str(operator).startswith(COMMUNICATES) and "wait" not in str(operator)
+
+
+def _chain(nodes: list[BaseSchedulerNode]) -> None:
+    talking = [n for n in nodes if communicates(getattr(n.node, "op_overload", None))]
+    for before, after in itertools.pairwise(talking):
+        mine = next(iter(after.get_buffer_names()))
+        for buffer in before.get_buffer_names():
+            after.add_fake_dep(WeakDep(buffer, mutating_buf=mine, is_fake=True))
+    if talking:
+        talking[0].scheduler.compute_ancestors()  # by which fusion sees what would become a cycle
 
 
 def _keep_order(node: SchedulerNode) -> Callable[..., None]:

@@ -6,6 +6,7 @@ import torch
 from conftest import FULL
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from twins import EXACT, gradient_error, step, twins
 
 from autosp.check import check_on_rank
 from autosp.inductor import settings
@@ -38,7 +39,17 @@ def routed(mesh: DeviceMesh) -> tuple[str, float | None]:
     return report.verdict, report.grad_rel_err
 
 
+def both_ways(mesh: DeviceMesh) -> tuple[float, float]:
+    plain, parallel, inputs = twins("both_ways", mesh, 33, compiler="inductor")
+    return abs(step(plain, inputs) - step(parallel, inputs)), gradient_error(plain, parallel)
+
+
 if FULL:
+
+    def test_exchanges_of_independent_branches_keep_one_order_on_all_ranks(pool: Pool) -> None:
+        """A halo and a scan in each direction: the rank in the middle fuses other loops than those at the ends."""
+        for errors in pool.run(both_ways, on=3, timeout=280):
+            assert max(errors) < EXACT
 
     def test_a_routers_gradient_survives_inductor(pool: Pool) -> None:
         for verdict, error in pool.run(routed, on=2, timeout=280):

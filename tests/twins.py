@@ -23,7 +23,7 @@ Inputs = dict[str, Tensor]
 def twins(name: str, mesh: DeviceMesh | None, seq_len: int = 33, **options: Any) -> tuple[nn.Module, Any, Inputs]:
     """(plain, parallel, inputs) of a model of the zoo, in float64."""
     plain, inputs = {**MODELS, **OUTSIDE_LOSS}[name](seq_len, 2, torch.float64)
-    return plain, autosp.parallelize(copy.deepcopy(plain), mesh, compiler="aot_eager", **options), inputs
+    return plain, autosp.parallelize(copy.deepcopy(plain), mesh, **{"compiler": "aot_eager", **options}), inputs
 
 
 def other_batch(inputs: Inputs, seed: int = 1) -> Inputs:

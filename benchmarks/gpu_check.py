@@ -5,7 +5,8 @@
 1. Every kernel against float64 on fresh random inputs: two blocks of columns, merged, and their gradients.
 2. Forward, backward and merge against cuDNN's and FlashAttention's kernels, in interleaved rounds. A kernel with a failed
    check gets no speed.
-3. Whether NCCL runs two ranks on this one card (NCCL_MULTI_RANK_GPU_ENABLE): a ring exchange, received values compared.
+3. Linear attention the same way: every kind against float64, four kinds beside flash-linear-attention's functions.
+4. Whether NCCL runs two ranks on this one card (NCCL_MULTI_RANK_GPU_ENABLE): a ring exchange, received values compared.
 
 Exit code 0: all right. 1: a check failed or was not reached in time. 2: no CUDA device.
 """
@@ -36,9 +37,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autosp.kernels import flash_triton
 from autosp.kernels.flash_triton import Score
+from benchmarks import gpu_linear
 
-CHECKS_SECONDS = 170  # no check starts later than this after the start, no timing later than the next
-TIMINGS_SECONDS = 280
+CHECKS_SECONDS = 150  # no check starts later than this after the start, no timing later than the next
+TIMINGS_SECONDS = 230
+LINEAR_SECONDS = 290  # linear attention is timed if its checks end before
 NCCL_SECONDS = 60
 ROUNDS = 15  # of each contender, one after the other; medians and quartiles are over these
 ROUND_MS = 8.0  # a round repeats a call until it takes about so long
@@ -496,6 +499,25 @@ def run_checks(cases: tuple[Case, ...], device: str, seed: int, deadline: float)
     return rows, red
 
 
+def linear_attention(where: str, seed: int, began: float, notes: list[str]) -> bool:
+    """Its two tables; whether anything is wrong."""
+    found = list(gpu_linear.checked("cuda", seed))
+    show(
+        f"linear attention: root mean square error, relative\n{where}", ["kind", "seed", "errors", ""], [row for row, _ in found]
+    )
+    if time.monotonic() > began + LINEAR_SECONDS:
+        notes.append("linear attention not timed, out of time")
+    else:
+        try:
+            rows, why = gpu_linear.timings(interleaved)
+            notes += why
+            columns = ["batch x heads, length", "library's function", "ours, ms", "library, ms", "of the library's speed"]
+            show(f"linear attention: forward and backward, median of {ROUNDS} rounds\n{where}", columns, rows)
+        except Exception as e:
+            notes.append(f"linear attention not timed: {type(e).__name__}: {str(e).strip().splitlines()[0][:120]}")
+    return not all(good for _, good in found)
+
+
 def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: nothing checked, nothing timed")
@@ -519,12 +541,13 @@ def main() -> int:
     rows += [timed_merge()] if "merge" not in red else []
     columns = ["batch x heads/kv, length, D/D_v", "", "ours", *LIBRARIES, "of the best library's"]
     show(f"speed: TFLOP/s, median [quartiles] of {ROUNDS} interleaved rounds, bfloat16\n{where}", columns, rows)
+    wrong = linear_attention(where, seed, began, notes)
     try:
         notes.append(f"two NCCL ranks on one card: {ranks_on_one_card()}")
     except Exception as e:
         notes.append(f"two NCCL ranks on one card: could not be tried: {type(e).__name__}: {e}")
     print(*notes, f"{time.monotonic() - began:.0f} s in all", sep="\n")
-    return 1 if red else 0
+    return 1 if red or wrong else 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,10 @@ from autosp.kernels import all_scan, linear, linear_torch, reference
 from autosp.kernels.all_scan import ALGORITHMS, ALONE, Scan
 from autosp.kernels.layout import contiguous
 from pool import Pool
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import gpu_linear
 
 Operands = list[Tensor | None]
 KINDS = [(decay, remove) for decay in (None, "scalar", "vector") for remove in (False, True)]
@@ -131,6 +137,15 @@ def test_memory_behind_the_end_does_not_matter() -> None:
         poisoned.append(room[:, :70])
     got = linear.LinearAttention.apply(*poisoned, None, xs[6], None, 0.7, False, ALONE, True)
     assert worst(got, out) < 1e-11
+
+
+def test_the_gpu_check_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = (gpu_linear.Kind("vector", True, 16, 8, 2, True), gpu_linear.Kind(key_size=16, value_size=8))
+    monkeypatch.setattr(gpu_linear, "KINDS", kinds)
+    assert [good for _, good in gpu_linear.checked("cpu", 0)] == [True, True]
+    finish = linear.finish
+    monkeypatch.setattr(linear, "finish", lambda q, *rest: finish(q, *rest) * (1 + (q.dtype == torch.bfloat16) / 8))
+    assert [good for _, good in gpu_linear.checked("cpu", 0)] == [False, False]
 
 
 # On ranks -----------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ The mathematics stands there and in docs/linear.md. What is different here:
 - The state runs through chunks inside one program, in tiles [K, some columns], or [some rows, some columns] where nothing is
   removed.
 
-Operands of products are bfloat16 where the inputs are, in float16 TensorFloat-32 (as many digits, and the range of
-float32, which states need) and in float32 three TensorFloat-32 products, which give back float32's digits. Sums, states and what
-passes between stages is float32.
+Operands of products are bfloat16 where all inputs are; for float16 they are TensorFloat-32 (as many digits, and the range of
+float32, which states need), for float32 three TensorFloat-32 products, which give back float32's digits. Sums, states and
+what passes between stages are float32.
 
 Shapes: B batch, H heads of v, T tokens, K and V sizes of a head, N chunks of C = 64 tokens. `place` is batch · H + head. Inputs
 [B, T, H or a divisor of it, D] have any strides but the last; what stages hand on is contiguous.
@@ -37,7 +37,6 @@ from .flash_triton import INTERPRETED, LOG2E, Launch
 from .linear_torch import CHUNK
 
 MAX_HEAD_SIZE = 256
-PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "ieee"}
 
 C = tl.constexpr(CHUNK)
 NONE, SCALAR, VECTOR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # decays
@@ -742,29 +741,48 @@ def finish_back_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """Key and value channels that a program holds at a time, warps of a program, stages of the loads' pipeline."""
+    """Key and value channels that a program holds at a time, warps of a program, how products are made (`_mm`), stages of the
+    loads' pipeline."""
 
     keys: int
     values: int
     warps: int
+    product: str
     stages: int = 1
 
 
-# Tiles that neither spill registers nor need more than the 227 KiB of shared memory that a program may have on sm_90, by what
-# products are made of: `tests/test_linear_triton.py` compiles them and looks. Float32 products are not for tensor cores and
-# read whole operands into registers. `back`: two kernels that hold twice as much. The state's loop has few programs and much
-# to wait for: narrow columns make more of them, and its loads run ahead.
+# Tiles that neither spill registers nor need more than the 227 KiB of shared memory that a program may have on sm_90, by the
+# widest of the inputs' types, widest first, and kernel ("": the others): `tests/test_linear_triton.py` compiles them and looks.
+# The state's loop in `accumulate` and `carry` has few programs and much to wait for: narrow columns make more of them, and its
+# loads run ahead.
 TILES = {
-    "bf16": {"": Tile(64, 64, 4), "back": Tile(32, 64, 8), "accumulate": Tile(64, 32, 4, 3), "rows": Tile(64, 64, 4, 2)},
-    "tf32": {"": Tile(32, 32, 4), "back": Tile(16, 32, 8), "accumulate": Tile(32, 32, 4, 3), "rows": Tile(32, 32, 4, 2)},
-    "ieee": {"": Tile(16, 32, 8), "back": Tile(16, 32, 8), "accumulate": Tile(16, 32, 8), "rows": Tile(16, 32, 8)},
+    torch.float32: {
+        "": Tile(32, 32, 4, "tf32x3"),
+        "inside_back": Tile(16, 32, 8, "tf32x3"),
+        "finish_back": Tile(16, 32, 8, "ieee"),
+    },
+    torch.float16: {
+        "": Tile(32, 32, 4, "tf32"),
+        "accumulate": Tile(32, 32, 4, "tf32", 3),
+        "rows": Tile(32, 32, 4, "tf32", 2),
+        "inside_back": Tile(16, 32, 8, "tf32"),
+        "finish_back": Tile(16, 32, 8, "tf32"),
+    },
+    torch.bfloat16: {
+        "": Tile(64, 64, 4, "bf16"),
+        "accumulate": Tile(64, 32, 4, "bf16", 3),
+        "rows": Tile(64, 64, 4, "bf16", 2),
+        "solve": Tile(32, 64, 4, "bf16"),
+        "inside_back": Tile(32, 64, 8, "bf16"),
+        "finish_back": Tile(32, 64, 8, "bf16"),
+    },
 }
-# The state [all keys, some columns] with `remove`, by padded keys, and how its products are made. What it multiplies is float32
+# Of the state with `remove` all keys are held (in two halves where they are many), by padded keys. What it multiplies is float32
 # for inputs of any type. Of 256 keys three TensorFloat-32 products do not fit; three bfloat16 products are right to 2^-17.
 CARRY = {
-    **{size: (Tile(size, 16, 4, 3), "tf32x3") for size in (16, 32, 64)},
-    128: (Tile(64, 16, 4, 3), "tf32x3"),
-    256: (Tile(128, 16, 8, 2), "bf16x3"),
+    **{size: Tile(size, 16, 4, "tf32x3", 3) for size in (16, 32, 64)},
+    128: Tile(64, 16, 4, "tf32x3", 3),
+    256: Tile(128, 16, 8, "bf16x3", 2),
 }
 
 
@@ -772,9 +790,9 @@ def _padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))  # 16: the shortest sum of a tensor core's product
 
 
-def tile(kernel: str, key_size: int, value_size: int, precision: str) -> Tile:
-    of = TILES[precision]
-    t = of.get(kernel, of[""])
+def tile(kernel: str, key_size: int, value_size: int, dtype: torch.dtype) -> Tile:
+    """The tile of a kernel for inputs of which `dtype` is the widest type."""
+    t = CARRY[_padded(key_size)] if kernel == "carry" else TILES[dtype].get(kernel, TILES[dtype][""])
     return replace(t, keys=min(_padded(key_size), t.keys), values=min(_padded(value_size), t.values))
 
 
@@ -848,23 +866,15 @@ class Chunks:
         held = {n: x if x is None else x.contiguous() for n, x in others.items()}
         Launch(kernel, programs, {**inputs, **held, **numbers}, constants, t.warps, t.stages)()
 
-    def constants(self, kernel: str, q: Tensor, key_size: int, value_size: int) -> tuple[Tile, dict[str, Any]]:
-        precision = PRECISIONS[q.dtype]
-        t = tile(kernel, key_size, value_size, precision)
-        sizes = {"K": key_size, "V": value_size, "BK": t.keys, "BV": t.values, "PRECISION": precision}
+    def constants(self, kernel: str, key_size: int, value_size: int, *inputs: Tensor) -> tuple[Tile, dict[str, Any]]:
+        """Raises ValueError for inputs that the kernels do not take."""
+        dtypes = {x.dtype for x in inputs}
+        if max(key_size, value_size) > MAX_HEAD_SIZE or not dtypes <= TILES.keys():
+            given = ", ".join(f"{list(x.shape)} {x.dtype}" for x in inputs)
+            raise ValueError(f"a head has at most {MAX_HEAD_SIZE} values of float32, float16 or bfloat16; got {given}")
+        t = tile(kernel, key_size, value_size, next(dtype for dtype in TILES if dtype in dtypes))
+        sizes = {"K": key_size, "V": value_size, "BK": t.keys, "BV": t.values, "PRECISION": t.product}
         return t, {**sizes, "GATE": self.gate, "STARTS": self.segment is not None}
-
-
-def _check(**inputs: Tensor | None) -> None:
-    """Raises ValueError for what the kernels do not take."""
-    given = {n: x for n, x in inputs.items() if x is not None}
-    if any(x.shape[3] > MAX_HEAD_SIZE for x in given.values()):
-        raise ValueError(
-            f"a head has at most {MAX_HEAD_SIZE} values; got {', '.join(f'{n} {list(x.shape)}' for n, x in given.items())}"
-        )
-    if len({x.dtype for x in given.values()}) > 1 or next(iter(given.values())).dtype not in PRECISIONS:
-        dtypes = ", ".join(f"{n} {x.dtype}" for n, x in given.items())
-        raise ValueError(f"{', '.join(given)} must have one dtype of {tuple(PRECISIONS)}; got {dtypes}")
 
 
 def _shared(x: Tensor, like: Tensor) -> Tensor:
@@ -887,13 +897,12 @@ def _read(exclusive: bool) -> int:
 
 
 def begin(k: Tensor, v: Tensor, decay: Tensor | None, starts: Tensor | None) -> list[Tensor]:
-    _check(k=k, v=v)
     return _accumulated(k, v, Chunks.of(decay, starts, v), 1.0, WRITE.value, False)
 
 
 def _accumulated(x: Tensor, y: Tensor, c: Chunks, scale: float, factor: int, reverse: bool) -> list[Tensor]:
     key_size, value_size = x.shape[3], y.shape[3]
-    t, constants = c.constants("accumulate", x, key_size, value_size)
+    t, constants = c.constants("accumulate", key_size, value_size, x, y)
     left = key_size if c.gate == VECTOR.value else 1
     made = {
         "states": c.empty(key_size, value_size),
@@ -908,9 +917,8 @@ def _accumulated(x: Tensor, y: Tensor, c: Chunks, scale: float, factor: int, rev
 
 
 def begin_removing(k: Tensor, v: Tensor, decay: Tensor | None, remove: Tensor, starts: Tensor | None) -> list[Tensor]:
-    _check(k=k, v=v, remove=remove)
     c, key_size, value_size = Chunks.of(decay, starts, v), k.shape[3], v.shape[3]
-    t, constants = c.constants("solve", k, key_size, value_size)
+    t, constants = c.constants("solve", key_size, value_size, k, v, remove)
     made = {
         "read": c.empty(CHUNK, key_size),
         "values": c.empty(CHUNK, value_size),
@@ -944,10 +952,9 @@ def _run_carry(
     batch, heads, key_size, value_size = state.shape
     through = inputs["through"]
     assert through is not None
-    t, precision = CARRY[_padded(key_size)]
-    t = replace(t, values=min(_padded(value_size), t.values))
+    t = tile("carry", key_size, value_size, torch.float32)
     sizes = {"K": key_size, "V": value_size, "PK": t.keys, "BV": t.values}
-    sizes |= {"LEFT": through.shape[3], "HALVES": t.keys < key_size, "PRECISION": precision}
+    sizes |= {"LEFT": through.shape[3], "HALVES": t.keys < key_size, "PRECISION": t.product}
     held = {n: x if x is None else x.contiguous() for n, x in inputs.items()}
     programs = batch * heads * triton.cdiv(value_size, t.values)
     Launch(kernel, programs, {**held, **made, "chunks": through.shape[2]}, {**sizes, **flags}, t.warps, t.stages)()
@@ -956,9 +963,8 @@ def _run_carry(
 def inside(
     q: Tensor, k: Tensor, decay: Tensor | None, starts: Tensor | None, heads: int, scale: float, exclusive: bool
 ) -> Tensor:
-    _check(q=q, k=k)
     c = Chunks.of(decay, starts, q[:, :, :1].expand(-1, -1, heads, -1))
-    t, constants = c.constants("inside", q, q.shape[3], q.shape[3])
+    t, constants = c.constants("inside", q.shape[3], q.shape[3], q, k)
     weights = c.empty(CHUNK, CHUNK)
     others = {"upto": c.upto, "segment": c.segment, "weights": weights}
     constants = {n: x for n, x in constants.items() if n not in ("V", "BV")} | {"EXCLUSIVE": exclusive}
@@ -970,7 +976,6 @@ def finish(
     q: Tensor, v: Tensor, decay: Tensor | None, starts: Tensor | None, weights: Tensor, u: Tensor | None, states: Tensor,
     scale: float, exclusive: bool,
 ) -> Tensor:  # fmt: skip
-    _check(q=q, v=v)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     _rows(q, v if u is None else _tokens(u), weights, states, Chunks.of(decay, starts, v), out, scale, _read(exclusive))
     return out
@@ -979,7 +984,7 @@ def finish(
 def _rows(
     x: Tensor, y: Tensor, weights: Tensor | None, states: Tensor, c: Chunks, out: Tensor, scale: float, factor: int
 ) -> None:
-    t, constants = c.constants("rows", x, x.shape[3], out.shape[3])
+    t, constants = c.constants("rows", x.shape[3], out.shape[3], x, out)
     programs = c.programs * triton.cdiv(out.shape[3], t.values)
     others = {"weights": weights, "states": states, "upto": c.upto, "segment": c.segment}
     constants |= {"FACTOR": factor, "WEIGHTS": weights is not None}
@@ -992,16 +997,14 @@ def _rows(
 def begin_back(
     q: Tensor, decay: Tensor | None, starts: Tensor | None, grad: Tensor, scale: float, exclusive: bool
 ) -> list[Tensor]:
-    _check(q=q, grad=grad)
     return _accumulated(q, grad, Chunks.of(decay, starts, grad), scale, _read(exclusive), True)
 
 
 def begin_removing_back(
     q: Tensor, decay: Tensor | None, starts: Tensor | None, grad: Tensor, weights: Tensor, scale: float, exclusive: bool
 ) -> list[Tensor]:
-    _check(q=q, grad=grad)
     c, key_size, value_size = Chunks.of(decay, starts, grad), q.shape[3], grad.shape[3]
-    t, constants = c.constants("asked", q, key_size, value_size)
+    t, constants = c.constants("asked", key_size, value_size, q, grad)
     asked, du = c.empty(key_size, value_size), c.empty(CHUNK, value_size)
     programs = c.programs * triton.cdiv(key_size, t.keys) * triton.cdiv(value_size, t.values)
     others = {"weights": weights, "upto": c.upto, "segment": c.segment, "asked": asked, "du": du}
@@ -1020,9 +1023,8 @@ def inside_back(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, starts: Tensor | None, grad: Tensor,
     weights: Tensor, u: Tensor | None, states: Tensor, scale: float, exclusive: bool,
 ) -> list[Tensor]:  # fmt: skip
-    _check(q=q, k=k, v=v, grad=grad)
     c, key_size, value_size = Chunks.of(decay, starts, v), q.shape[3], v.shape[3]
-    t, constants = c.constants("back", q, key_size, value_size)
+    t, constants = c.constants("inside_back", key_size, value_size, q, k, v, grad)
     made = {"dread": c.empty(CHUNK, key_size), "dwrite": c.empty(CHUNK, key_size)}
     if u is None:
         made["du"] = c.empty(CHUNK, value_size)
@@ -1038,18 +1040,17 @@ def finish_back(
     dread: Tensor, dwrite: Tensor, du: Tensor, u: Tensor | None, states: Tensor, end: Tensor, leaving: Tensor,
     scale: float, exclusive: bool,
 ) -> list[Tensor]:  # fmt: skip
-    _check(q=q, k=k, v=v, remove=remove)
     c, key_size, value_size = Chunks.of(decay, starts, v), q.shape[3], v.shape[3]
     y, dv, dl = v if u is None else _tokens(u), c.gradient(v), None
     gates = {"upto": c.upto, "segment": c.segment}
     if remove is None:
         _rows(k, _tokens(du), None, leaving, c, dv, 1.0, WRITE.value)
     else:
-        t, constants = c.constants("unsolve", k, key_size, value_size)
+        t, constants = c.constants("solve", key_size, value_size, k, v, remove)
         dl = c.empty(CHUNK, CHUNK)
         others = {**gates, "du": du, "dv": dv, "dl": dl}
         c.launch(unsolve_kernel, c.programs, t, {"k": k, "remove": remove, "y": y}, others, constants)
-    t, constants = c.constants("back", k, key_size, value_size)
+    t, constants = c.constants("finish_back", key_size, value_size, *(x for x in (q, k, v, remove) if x is not None))
     constants |= {"EXCLUSIVE": exclusive, "REMOVE": remove is not None}
     inputs = {"q": q, "k": k, "remove": k if remove is None else remove, "y": y}
     made = {"dq": c.gradient(q), "dk": c.gradient(k)}

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .dynamo_backend import Backend
 from .kernels.errors import AutospError
-from .passes import associative, recognise
+from .passes import associative, functions, recognise
 from .passes.capture import CaptureError
 from .passes.pipeline import Settings
 
@@ -128,7 +128,7 @@ _DYNAMO = {"recompile_limit": 64, "optimize_ddp": False, "specialize_float": Tru
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
     """Dynamo's settings while a model is called: in force when it traces, no effect when it has."""
-    with torch._dynamo.config.patch({**_DYNAMO, _IGNORED: _quiet()}), associative.kept():
+    with torch._dynamo.config.patch({**_DYNAMO, _IGNORED: _quiet()}), associative.kept(), functions.marked():
         yield
 
 

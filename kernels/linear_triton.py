@@ -818,7 +818,7 @@ class Chunks:
             each = decay if decay.dim() == 4 else decay[..., None]
             size = each.shape[3]
             upto = bare.empty(CHUNK, size)
-            t = Tile(min(triton.next_power_of_2(size), 32), 0, 4, 1)
+            t = Tile(min(triton.next_power_of_2(size), 32), 0, 4, "ieee")
             programs = bare.programs * triton.cdiv(size, t.keys)
             bare.launch(gates_kernel, programs, t, {"decay": each}, {"upto": upto}, {"K": size, "BK": t.keys})
         if starts is not None:

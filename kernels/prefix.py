@@ -1,14 +1,15 @@
 """Scans along a split sequence: cumsum, cumprod, logcumsumexp and any associative operator.
 
-Each rank scans the runs of positions it holds, all ranks get the total of every run (one element of each, in the order of the
-sequence), and a run is combined with the fold of the totals before it. y_t = (x_1 ∘ .. ∘ x_a) ∘ (x_{a+1} ∘ .. ∘ x_t) holds for
-every associative ∘, so nothing but the order of rounding changes. The only communication is the gather of the totals, whose
-transpose is a reduce-scatter; the rest is differentiated as it stands.
+Every rank gets the total of each run of positions that a rank holds (one element a run, in the order of the sequence); a run is
+scanned and combined with the fold of the totals before it. y_t = (x_1 ∘ .. ∘ x_a) ∘ (x_{a+1} ∘ .. ∘ x_t) holds for every
+associative ∘, so nothing but the order of rounding changes. The only communication is the gather of the totals, whose transpose
+is a reduce-scatter; the rest is differentiated as it stands. Every rank holds something: see the rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,76 +26,27 @@ def order(shards: Shards) -> Shards:
     return tuple(tuple((runs.index(run), runs.index(run) + 1) for run in held) for held in shards)
 
 
-def _runs(x: Tensor, dim: int, shards: Shards, rank: int) -> list[Tensor]:
-    return [take(x, dim, ((at, at + b - a),)) for (a, b), at in zip(shards[rank], offsets(shards[rank]), strict=True)]
+def _runs(x: Tensor, dim: int, shards: Shards, rank: int) -> list[tuple[int, Tensor]]:
+    """My runs with their numbers."""
+    numbers = [number for number, _ in order(shards)[rank]]
+    starts = zip(shards[rank], offsets(shards[rank]), strict=True)
+    return [(n, take(x, dim, ((at, at + b - a),))) for n, ((a, b), at) in zip(numbers, starts, strict=True)]
 
 
-def _joined(pieces: Sequence[Tensor], x: Tensor, dim: int) -> Tensor:
-    """What a rank has along `dim`; nothing of x where it holds no run."""
-    return torch.cat(list(pieces), dim) if len(pieces) > 1 else pieces[0] if pieces else x.narrow(dim, 0, 0)
+def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.cat(list(pieces), dim) if len(pieces) > 1 else pieces[0]
 
 
-def _totals(x: Tensor, totals: Sequence[Tensor], dim: int, shards: Shards, rank: int, group: str) -> Tensor:
-    """The totals of all runs along `dim`, in the order of the sequence; mine have size 1 there. x gives shape and type."""
-    return gather_varying(_joined(totals, x, dim), dim, order(shards), 1, 1, rank, group)
+# Torch's scans ------------------------------------------------------------------------------------
 
 
-def _numbers(shards: Shards, rank: int) -> list[int]:
-    return [number for number, _ in order(shards)[rank]]
+@dataclass(frozen=True)
+class Kind:
+    """The total of all positions, and the scan of a run behind the total of what comes before it."""
 
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type to add up in: partial results are not rounded to 16 bits."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def cumsum(x: Tensor, dim: int, dtype: torch.dtype, shards: Shards, rank: int, group: str) -> Tensor:
-    """x: any shape, my part of the sequence along `dim` -> the same part of `x.cumsum(dim, dtype=dtype)`."""
-    return _cumulative(x, dim, dtype, torch.cumsum, torch.sum, torch.add, shards, rank, group)
-
-
-def cumprod(x: Tensor, dim: int, dtype: torch.dtype, shards: Shards, rank: int, group: str) -> Tensor:
-    """As `cumsum`, of `x.cumprod`. Right at zeros too: its pieces are polynomials with torch's derivatives at zeros."""
-    return _cumulative(x, dim, dtype, torch.cumprod, torch.prod, torch.mul, shards, rank, group)
-
-
-def _cumulative(
-    x: Tensor,
-    dim: int,
-    dtype: torch.dtype,
-    scan: Callable[..., Tensor],
-    fold: Callable[..., Tensor],
-    combine: Callable[[Tensor, Tensor], Tensor],
-    shards: Shards,
-    rank: int,
-    group: str,
-) -> Tensor:
-    x = x.to(dtype).to(wide(dtype))
-    runs = [scan(run, dim) for run in _runs(x, dim, shards, rank)]
-    totals = _totals(x, [run.narrow(dim, run.shape[dim] - 1, 1) for run in runs], dim, shards, rank, group)
-    before = [fold(totals.narrow(dim, 0, number), dim, keepdim=True) for number in _numbers(shards, rank)]
-    results = [combine(total, run) for total, run in zip(before, runs, strict=True)]
-    result = _joined(results, x, dim)
-    return (result if runs else tie(result, totals)).to(dtype)
-
-
-def logcumsumexp(x: Tensor, dim: int, shards: Shards, rank: int, group: str) -> Tensor:
-    """As `cumsum`, of `x.logcumsumexp(dim)`.
-
-    A run is scanned behind what comes before it and not combined afterwards: torch's derivative is not a number where the
-    scan is still -inf, as it is at the start of a run that begins with -inf.
-    """
-    dtype = x.dtype
-    x = x.to(wide(dtype))
-    runs = _runs(x, dim, shards, rank)
-    totals = _totals(x, [log_sum_exp(run, dim) for run in runs], dim, shards, rank, group)
-    results = []
-    for number, run in zip(_numbers(shards, rank), runs, strict=True):
-        before = [log_sum_exp(totals.narrow(dim, 0, number), dim)] if number else []
-        scanned = torch.cat([*before, run], dim).logcumsumexp(dim)
-        results.append(scanned.narrow(dim, len(before), run.shape[dim]))
-    result = _joined(results, x, dim)
-    return (result if any(_numbers(shards, rank)) else tie(result, totals)).to(dtype)
+    fold: Callable[[Tensor, int], Tensor]
+    scan: Callable[[Tensor, int], Tensor]
+    behind: Callable[[Tensor, Tensor, int], Tensor]
 
 
 def log_sum_exp(x: Tensor, dim: int) -> Tensor:
@@ -104,6 +56,41 @@ def log_sum_exp(x: Tensor, dim: int) -> Tensor:
     total = (x - top).exp().sum(dim, keepdim=True)
     some = total != 0
     return torch.where(some, torch.where(some, total, 1).log() + top, -torch.inf)
+
+
+def _log_behind(before: Tensor, run: Tensor, dim: int) -> Tensor:
+    """In one scan: torch's derivative is NaN while a scan is -inf, as that of a run alone is where the run begins with -inf."""
+    return torch.cat([before, run], dim).logcumsumexp(dim).narrow(dim, 1, run.shape[dim])
+
+
+KINDS = {
+    "cumsum": Kind(lambda x, d: x.sum(d, keepdim=True), torch.cumsum, lambda p, x, d: p + x.cumsum(d)),
+    # Right at zeros too: a product of polynomials, each with torch's derivative.
+    "cumprod": Kind(lambda x, d: x.prod(d, keepdim=True), torch.cumprod, lambda p, x, d: p * x.cumprod(d)),
+    "logcumsumexp": Kind(log_sum_exp, torch.logcumsumexp, _log_behind),
+}
+
+
+def _widened(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as `dtype`, in the type to add up in: partial results are not rounded to 16 bits."""
+    return x.to(dtype).to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
+
+
+def totals(x: Tensor, dim: int, kind: str, dtype: torch.dtype, shards: Shards, rank: int, group: str) -> Tensor:
+    """x: my part of the sequence along `dim` -> the totals of all ranks' runs along `dim`, in the order of the sequence."""
+    mine = [KINDS[kind].fold(run, dim) for _, run in _runs(_widened(x, dtype), dim, shards, rank)]
+    return gather_varying(_joined(mine, dim), dim, order(shards), 1, 1, rank, group)
+
+
+def scanned(x: Tensor, totals: Tensor, dim: int, kind: str, dtype: torch.dtype, shards: Shards, rank: int) -> Tensor:
+    """My part of the scan `kind` of the sequence, with result type `dtype`."""
+    rule, results = KINDS[kind], []
+    runs = _runs(_widened(x, dtype), dim, shards, rank)
+    for number, run in runs:
+        before = rule.fold(totals.narrow(dim, 0, number), dim) if number else None
+        results.append(rule.scan(run, dim) if before is None else rule.behind(before, run, dim))
+    result = _joined(results, dim)
+    return (result if any(number for number, _ in runs) else tie(result, totals)).to(dtype)
 
 
 # Any associative operator -------------------------------------------------------------------------
@@ -154,35 +141,38 @@ def associative_scan(xs: Sequence[Tensor], extra: Sequence[Tensor], key: str) ->
     return scan(xs, _combine(key, extra))
 
 
-def split_associative_scan(
-    xs: Sequence[Tensor], extra: Sequence[Tensor], key: str, shards: Shards, rank: int, group: str
-) -> list[Tensor]:
-    """xs: [my part of the sequence, ...] each -> my part of each result."""
-    combine, ahead = _combine(key, extra), _combine(key, extra, prefix=True)
-    runs = [scan(run, combine) for run in zip(*(_runs(x, 0, shards, rank) for x in xs), strict=True)]
-    wholes = _packed_totals(xs, [[x[-1:] for x in run] for run in runs], shards, rank, group)
-    folded = scan(wholes, combine)
-    results = []
-    for number, run in zip(_numbers(shards, rank), runs, strict=True):
-        results.append(ahead([f[number - 1] for f in folded], run) if number else run)
-    joined = [_joined([run[i] for run in results], x, 0) for i, x in enumerate(xs)]
-    return joined if any(_numbers(shards, rank)) else [tie(x, *wholes, *extra) for x in joined]
+def scan_runs(xs: Sequence[Tensor], extra: Sequence[Tensor], key: str, shards: Shards, rank: int) -> list[Tensor]:
+    """xs: [my part of the sequence, ...] each -> each of my runs scanned by itself."""
+    runs = zip(*(_runs(x, 0, shards, rank) for x in xs), strict=True)
+    results = [scan([x for _, x in run], _combine(key, extra)) for run in runs]
+    return [_joined(pieces, 0) for pieces in zip(*results, strict=True)]
 
 
-def _packed_totals(
-    xs: Sequence[Tensor], totals: Sequence[Sequence[Tensor]], shards: Shards, rank: int, group: str
-) -> list[Tensor]:
-    """`_totals` of several tensors along dimension 0, in one exchange a type."""
+def associative_totals(xs: Sequence[Tensor], shards: Shards, rank: int, group: str) -> list[Tensor]:
+    """xs: runs that were scanned -> the last elements of all ranks' runs, in order; one exchange for each type."""
     wholes: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(x.dtype for x in xs):
         mine = [i for i, x in enumerate(xs) if x.dtype == dtype]
-        widths = [xs[i].shape[1:].numel() for i in mine]
-        last = [_joined([run[i] for run in totals], xs[i], 0) for i in mine]
-        flat = torch.cat([x.reshape(x.shape[0], w) for x, w in zip(last, widths, strict=True)], 1)
-        whole = gather_varying(flat, 0, order(shards), 1, 1, rank, group)
-        for i, piece in zip(mine, whole.split(widths, 1), strict=True):
+        last = [_joined([run[-1:] for _, run in _runs(xs[i], 0, shards, rank)], 0).flatten(1) for i in mine]
+        whole = gather_varying(torch.cat(last, 1), 0, order(shards), 1, 1, rank, group)
+        for i, piece in zip(mine, whole.split([x.shape[1] for x in last], 1), strict=True):
             wholes[i] = piece.reshape(piece.shape[0], *xs[i].shape[1:])
     return [wholes[i] for i in range(len(xs))]
+
+
+def behind(
+    xs: Sequence[Tensor], totals: Sequence[Tensor], extra: Sequence[Tensor], key: str, shards: Shards, rank: int
+) -> list[Tensor]:
+    """Runs that were scanned by themselves -> my part of the scan of the whole sequence."""
+    folded = scan(totals, _combine(key, extra))
+    ahead, results = _combine(key, extra, prefix=True), []
+    runs = list(zip(*(_runs(x, 0, shards, rank) for x in xs), strict=True))
+    for run in runs:
+        number, pieces = run[0][0], [x for _, x in run]
+        results.append(ahead([f[number - 1] for f in folded], pieces) if number else pieces)
+    joined = [_joined(pieces, 0) for pieces in zip(*results, strict=True)]
+    used = any(number for run in runs for number, _ in run)
+    return joined if used else [tie(x, *totals, *extra) for x in joined]
 
 
 @torch.library.custom_op("asp::associative_scan", mutates_args=())

@@ -7,7 +7,6 @@ Pre-dispatch ATen keeps attention, linear, norms and losses whole and autograd s
 from __future__ import annotations
 
 import operator
-import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,13 +19,11 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..kernels.errors import AutospError
-from . import associative
+from . import associative, functions
+from .source import CaptureError as CaptureError
+from .source import source_line as source_line
 
 aten = torch.ops.aten
-
-
-class CaptureError(AutospError):
-    """The model does not become one graph; the message carries Dynamo's reason and the user's line."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +43,6 @@ class Captured:
     module: fx.GraphModule
     inputs: tuple[Input, ...]
     mutated: tuple[int, ...]
-
-
-def source_line(node: fx.Node) -> str:
-    """The user's own line a node came from: `file:line in function: code`."""
-    frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)\n\s+(.*)', node.meta.get("stack_trace") or "")
-    frames = [f for f in frames if "/torch/" not in f[0] and f[2] != "__torch_function__"] or frames
-    if not frames:
-        return "(no source line)"
-    path, line, function, code = frames[-1]
-    return f"{path}:{line} in {function}: {code.strip()}"
 
 
 def refuse_graph_break(gm: fx.GraphModule) -> None:
@@ -83,17 +70,29 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
             raise CaptureError(f"input {node.name} has a dynamic size; autosp compiles for fixed sizes: use dynamic=False")
     inputs = tuple(_describe(n, v) for n, v in zip(placeholders, fakes, strict=True))
     gm = _inline_checkpoints(gm)
-    associative.named(gm)
     context = TracingContext.try_get()
     mode = detect_fake_mode(fakes) or (context.fake_mode if context else None)
     assert mode is not None
     with mode, fx.traceback.preserve_node_meta():
-        module, signature = aot_export_module(gm, fakes, trace_joint=False, pre_dispatch=True)
-        mutated = _mutated(module, signature)
-        _normalise(module.graph)
+        functions.kept(gm, _exported)
+        associative.named(gm)
+        module, mutated = _exported(gm, fakes)
     _refuse_dynamic_sizes(module.graph)
     module.recompile()
     return Captured(module, inputs, mutated)
+
+
+def _exported(gm: fx.GraphModule, fakes: list[Tensor]) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """A functional ATen graph with few spellings, and which input each of its first outputs is the new value of."""
+    try:
+        module, signature = aot_export_module(gm, fakes, trace_joint=False, pre_dispatch=True)
+    except (AutospError, torch._dynamo.exc.TorchDynamoException):
+        raise
+    except Exception as reason:  # torch's message ends with the user's lines
+        raise CaptureError(f"the model does not become a graph of ATen operators, so it cannot be split.\n{reason}") from reason
+    mutated = _mutated(module, signature)
+    _normalise(module.graph)
+    return module, mutated
 
 
 def _refuse_dynamic_sizes(graph: fx.Graph) -> None:
@@ -258,6 +257,16 @@ def _copied(node: fx.Node) -> None:
     _replace(node, insert(node, aten.expand.default, cast, list(value.shape)))
 
 
+def _assigned(node: fx.Node) -> None:
+    """x[mask] = value, one for all -> where, which looks at each element alone."""
+    x, indices, value = node.args[:3]
+    mask: Any = indices[0] if len(indices) == 1 else None  # type: ignore[index, arg-type]
+    accumulates = node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False)
+    plain = mask is not None and mask.meta["val"].dtype == torch.bool and mask.meta["val"].shape == node.meta["val"].shape
+    if plain and value.meta["val"].dim() == 0 and not accumulates:  # type: ignore[union-attr]
+        _replace(node, insert(node, aten.where.self, mask, value, x))
+
+
 def _shaped(op: torch._ops.OpOverload) -> Callable[[fx.Node], None]:
     return lambda node: _replace(node, insert(node, op, node.args[0], list(node.meta["val"].shape)))
 
@@ -303,6 +312,7 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.type_as: _cast,
     aten.copy: _copied,
     aten.bincount: _counted,
+    aten.index_put: _assigned,
     aten.expand_as: _shaped(aten.expand.default),
     aten.view_as: _shaped(aten.reshape.default),
     aten.reshape_as: _shaped(aten.reshape.default),

@@ -35,10 +35,8 @@ _PURPOSE = {
     "gather_varying": "keys and values for every rank",
     "relayout": "sequence in another order",
     "halo": "positions around each rank's own",
-    "cumsum": "totals of a scan",
-    "cumprod": "totals of a scan",
-    "logcumsumexp": "totals of a scan",
-    "split_associative_scan": "totals of a scan",
+    "totals": "totals of a scan",
+    "associative_totals": "totals of a scan",
     "to_heads": "sequence to heads",
     "to_sequence": "heads to sequence",
     "sync": "parameter gradients",
@@ -96,7 +94,7 @@ def _around(node: fx.Node, low: Lowering) -> tuple[int, int]:
     dim, shards, windows = node.args[1:4]
     needed = lacking(sum(map(size, shards)), shards, windows)  # type: ignore[arg-type]
     moved = sum(map(size, needed)) * _position(x, dim) // low.ranks  # type: ignore[arg-type]
-    return moved, moved
+    return moved, 2 * moved if "recompute" in node.meta else moved
 
 
 def _position(x: Tensor, dim: int) -> int:
@@ -107,11 +105,10 @@ def _position(x: Tensor, dim: int) -> int:
 def _totalled(node: fx.Node, low: Lowering) -> tuple[int, int]:
     """Each rank sends as many totals as the rank with most runs has, to every other; their cotangents come back."""
     value = node.meta["val"]
-    several = not isinstance(value, Tensor)
-    results: list[Tensor] = list(value) if several else [value.to(prefix.wide(value.dtype))]
-    dim: int = 0 if several else node.args[1]  # type: ignore[assignment]
-    shards: Shards = next(a for a in node.args[2:] if isinstance(a, tuple))
-    moved = (low.ranks - 1) * max(map(len, shards)) * sum(_position(x, dim) for x in results)
+    results: list[Tensor] = [value] if isinstance(value, Tensor) else list(value)
+    shards: Shards = next(a for a in node.args[1:] if isinstance(a, tuple))
+    runs = sum(map(len, shards))
+    moved = (low.ranks - 1) * max(map(len, shards)) * sum(x.nbytes for x in results) // runs
     floating = all(x.is_floating_point() or x.is_complex() for x in results)
     return moved, moved if floating else 0
 
@@ -152,10 +149,8 @@ _COUNTS: dict[Any, Any] = {
     comm.gather_varying: lambda node, low: _gathered(node, low, "scatter"),
     comm.relayout: _relaid,
     comm.halo: _around,
-    prefix.cumsum: _totalled,
-    prefix.cumprod: _totalled,
-    prefix.logcumsumexp: _totalled,
-    prefix.split_associative_scan: _totalled,
+    prefix.totals: _totalled,
+    prefix.associative_totals: _totalled,
     comm.to_heads: _exchanged,
     comm.to_sequence: _exchanged,
     comm.sync: _synced,

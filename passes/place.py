@@ -101,8 +101,8 @@ def _type(node: fx.Node, types: Types, facts: Facts, seeds: Seeds) -> None:
         return
     types.recipes[node] = rule(node).whole(node, R)
     if any(map(is_split, ins)):
-        known = rule_of(node) is not None
-        _report(node, ins, types, "works along the sequence" if known else "no rule for this operator")
+        known = rule_of(node)
+        _report(node, ins, types, known.why(node, ins) if known is not None else "no rule for this operator")
     elif not _of_whole_tuple(node, types):
         types.lazy.add(node)
 
@@ -215,6 +215,8 @@ def _lazy_version(node: fx.Node, want: Placement, wanted: Iterable[Placement], f
     """A whole value that depends on no split one, in the version a consumer needs."""
     if isinstance(want, Replicate):
         return own
+    if node in facts.differentiable and not rule(node).linear(node):
+        return converted(node, R, want)  # one version sees the whole cotangent
     if node.op == "placeholder" and facts.inputs[node].kind == "parameter" and node in facts.differentiable:
         if isinstance(want, Varying):
             return Recipe(V, (), lambda b, values: b.parameter(node))  # type: ignore[attr-defined]

@@ -54,8 +54,8 @@ UNKNOWN = {
 ALONG = {
     **dict.fromkeys((name for name in models_mixing.MODELS if name.startswith("conv")), "halo"),
     **dict.fromkeys((name for name in models_mixing.MODELS if name.startswith("token_shift")), "relayout"),
-    **{name: name for name in ("cumsum", "cumprod", "logcumsumexp")},
-    **dict.fromkeys(("affine_recurrence", "affine_recurrence_reverse", "products"), "split_associative_scan"),
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp"), "totals"),
+    **dict.fromkeys(("affine_recurrence", "affine_recurrence_reverse", "products"), "associative_totals"),
     **{"flip": "relayout", "roll": "relayout", "both_ways": "halo"},
 }
 

@@ -7,7 +7,21 @@ import operator
 import torch
 from torch import fx
 
-from . import along, attention, contractions, convolution, dispatch, indexing, linear, losses, pointwise, scans, sequence, views
+from . import (
+    along,
+    attention,
+    contractions,
+    convolution,
+    dispatch,
+    functions,
+    indexing,
+    linear,
+    losses,
+    pointwise,
+    scans,
+    sequence,
+    views,
+)
 from .base import Rule
 
 RULES: dict[object, Rule] = {
@@ -22,6 +36,7 @@ RULES: dict[object, Rule] = {
     **losses.RULES,
     **attention.RULES,
     **dispatch.RULES,
+    **functions.RULES,
     **linear.RULES,
 }
 

@@ -118,6 +118,14 @@ class Rule:
         """The node computed from whole operands, replicated or varying."""
         return Recipe(placement, tuple((x, placement) for x in operands(node)), lambda b, v: self.emit(b, node, placement, v))
 
+    def linear(self, node: fx.Node) -> bool:
+        """Is the derivative linear in the cotangent, so that parts of a sum of cotangents give parts of a sum?"""
+        return True
+
+    def why(self, node: fx.Node, ins: Sequence[Placement]) -> str:
+        """What the plan says of a node that `native` has no answer to."""
+        return "works along the sequence"
+
     def emit(self, b: Builder, node: fx.Node, out: Placement, values: Sequence[fx.Node]) -> fx.Node:
         """The local operator; the default is the operator itself, unchanged."""
         return b.run(node, values)

@@ -80,10 +80,9 @@ class Convolution(Cut):
         if reach.stride != 1 or any(r.before != r.after for r in others):
             return None
         layout = aligned(s.layout, shape(node)[s.dim])
-        windows = tuple(
-            tuple((a - reach.before, b - reach.before + reach.span) for a, b in held) or ((-1 - reach.span, 0),)
-            for held in layout.shards
-        )
+        if not all(s.layout.shards) or not all(layout.shards):  # a rank without a part of the exchange: see scans
+            return None
+        windows = tuple(tuple((a - reach.before, b - reach.before + reach.span) for a, b in held) for held in layout.shards)
         padding = [0 if i == here else r.before for i, r in enumerate(reaches)]
 
         def emit(b: Builder, values: Sequence[fx.Node]) -> fx.Node:
@@ -97,8 +96,6 @@ class Convolution(Cut):
                 args, kwargs = replaced(node, [window, *weights], padding=padding)
                 results.append(b.call(_PLAIN.get(node.target, node.target), *args, **kwargs))  # type: ignore[arg-type]
                 at += stop - start
-            if not layout.size(b.rank):  # one output on zeros stands in: weights and halo keep their part in the backward
-                return b.call(aten.narrow.default, results[0], s.dim, 0, 0)
             return results[0] if len(results) == 1 else b.call(aten.cat.default, results, s.dim)
 
         weights = tuple((w, V) for w in operands(node)[1:])
@@ -116,13 +113,15 @@ def aligned(layout: Layout, length: int) -> Layout:
     """Who computes the `length` positions that a convolution makes of a sequence, so that little moves before and after.
 
     A longer result is that of a causal convolution, whose tail is cut off next: the last rank holds the tail. A shorter one
-    had its input padded by hand, before or around it: the shift is chosen that gives a usual layout, else an even one.
+    had its input padded by hand, before or around it: the shift is chosen that gives a usual layout, else an even one, as long
+    as each rank gets a position.
     """
     if length >= layout.length:
         return layout.padded(0, length - layout.length)
     shifts = [layout.sliced(k, k + length)[0] for k in range(layout.length - length + 1)]
     usual = (contiguous(length, layout.ranks), head_tail(length, layout.ranks))
-    return min(shifts, key=lambda shifted: (shifted not in usual, max(shifted.sizes)))
+    best = min(shifts, key=lambda shifted: (shifted not in usual, max(shifted.sizes)))
+    return best if all(best.shards) else usual[0]
 
 
 RULES: dict[object, Rule] = {op: Convolution() for op in [aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution]}

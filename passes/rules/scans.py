@@ -1,4 +1,8 @@
-"""Scans along the sequence: ranks scan what they hold and share one total for each run of it."""
+"""Scans along the sequence: ranks scan what they hold and share one total for each run of it.
+
+Where a rank holds nothing of the sequence (a prefix of it, say) the value is gathered: whatever goes into the rank's part of an
+exchange is a constant to a compiler, which would move that exchange from the backward to the forward on this rank alone.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ...kernels import prefix
 from ..placement import Placement, Shard, V
@@ -19,12 +24,19 @@ from .sequence import Cut
 aten = torch.ops.aten
 
 
+def _exchanged(b: Builder, target: Callable[..., Any], *args: Any) -> fx.Node:
+    """Totals are saved where a checkpoint recomputes: else ranks that need them would exchange again, and the first would not."""
+    node = b.call(target, *args)
+    if "recompute" in node.meta:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return node
+
+
 @dataclass(frozen=True)
 class Scan(Cut):
-    """cumsum, cumprod, logcumsumexp: `run(x, dim, [dtype,] shards, rank, group)` is the operator on a part of the sequence."""
+    """cumsum, cumprod, logcumsumexp along the sequence. `kind` is a name in `prefix.KINDS`."""
 
-    run: Callable[..., Any]
-    typed: bool = True
+    kind: str
 
     def relation(self, node: fx.Node) -> Dims:
         return along(named())(node)
@@ -33,14 +45,15 @@ class Scan(Cut):
         return set(dims_of(argument(node, "dim"), len(shape(node))))
 
     def of(self, node: fx.Node, s: Shard) -> Recipe | None:
-        dtype = node.meta["val"].dtype
-        if not self.typed and dtype.is_complex:
+        dtype, shards = node.meta["val"].dtype, s.layout.shards
+        if not all(shards) or (self.kind == "logcumsumexp" and dtype.is_complex):
             return None
 
         def emit(b: Builder, values: Sequence[fx.Node]) -> fx.Node:
             if b.ranks == 1:
                 return b.run(node, values)
-            return b.call(self.run, values[0], s.dim, *((dtype,) if self.typed else ()), s.layout.shards, b.rank, b.group)
+            totals = _exchanged(b, prefix.totals, values[0], s.dim, self.kind, dtype, shards, b.rank, b.group)
+            return b.call(prefix.scanned, values[0], totals, s.dim, self.kind, dtype, shards, b.rank)
 
         return Recipe(s, ((operands(node)[0], s),), emit)
 
@@ -59,15 +72,18 @@ class AssociativeScan(Rule):
         return None if any(map(parts, extra)) else self.version(node, next(s for p in xs for s in parts(p)))
 
     def version(self, node: fx.Node, want: Shard) -> Recipe | None:
-        if want.dim != 0 or want.merged:
+        shards = want.layout.shards
+        if want.dim != 0 or want.merged or not all(shards):
             return None
         count, key = len(node.args[0]), node.args[2]  # type: ignore[arg-type]
 
         def emit(b: Builder, values: Sequence[fx.Node]) -> fx.Node:
-            mine, extra = list(values[:count]), list(values[count:])
+            xs, extra = list(values[:count]), list(values[count:])
             if b.ranks == 1:
-                return b.call(prefix.associative_scan, mine, extra, key)
-            return b.call(prefix.split_associative_scan, mine, extra, key, want.layout.shards, b.rank, b.group)
+                return b.call(prefix.associative_scan, xs, extra, key)
+            runs = b.call(prefix.scan_runs, xs, extra, key, shards, b.rank)
+            totals = _exchanged(b, prefix.associative_totals, runs, shards, b.rank, b.group)
+            return b.call(prefix.behind, runs, totals, extra, key, shards, b.rank)
 
         return Recipe(want, tuple((x, want if i < count else V) for i, x in enumerate(operands(node))), emit)
 
@@ -77,8 +93,8 @@ class AssociativeScan(Rule):
 
 
 RULES: dict[object, Rule] = {
-    aten.cumsum: Scan(prefix.cumsum),
-    aten.cumprod: Scan(prefix.cumprod),
-    aten.logcumsumexp: Scan(prefix.logcumsumexp, typed=False),
+    aten.cumsum: Scan("cumsum"),
+    aten.cumprod: Scan("cumprod"),
+    aten.logcumsumexp: Scan("logcumsumexp"),
     torch.ops.asp.associative_scan: AssociativeScan(),
 }

@@ -91,6 +91,15 @@ def constant(node: fx.Node) -> Dims:
 class GetItem(Related):
     """One of several results; it can be split if its parent can."""
 
+    def native(self, node: fx.Node, ins: Sequence[Placement]) -> Recipe | None:
+        return super().version(node, ins[0]) if isinstance(ins[0], Shard) else super().native(node, ins)
+
+    def linear(self, node: fx.Node) -> bool:
+        from . import rule_of
+
+        known = rule_of(operands(node)[0])
+        return known is None or known.linear(operands(node)[0])
+
     def version(self, node: fx.Node, want: Shard) -> Recipe | None:
         from . import rule_of
 

@@ -20,6 +20,7 @@ from models_common import (
 )
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
+from torch.utils.checkpoint import checkpoint
 
 # Linear attention, (q, k, v, mask) -> [batch, heads, seq, head_dim].
 
@@ -196,6 +197,13 @@ class AffineRecurrence(nn.Module):
         return associative_scan(then, maps, dim=1, reverse=self.reverse, combine_mode="generic")[1]
 
 
+class CheckpointedRecurrence(AffineRecurrence):
+    """Recomputed in the backward, where the first rank has no use for what the others need again."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 class Products(nn.Module):
     """Products of 2x2 matrices, which do not commute, and beside them a sum whose terms another parameter scales."""
 
@@ -240,6 +248,13 @@ class TokenMixing(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.mix(x.transpose(1, 2)).transpose(1, 2)
+
+
+class PrefixConv(Convolved):
+    """Seven tokens are convolved and the others are not."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return torch.cat([self.conv(x[:, :7].mT)[..., :7].mT, x[:, 7:]], dim=1)
 
 
 class StridedConv(nn.Module):
@@ -365,6 +380,7 @@ MODELS: dict[str, Build] = {
     "unknown_fft": mixer_model(FourierMix),
     "unknown_token_mixing": build(lambda seq_len: LanguageModel(Backbone(lambda: TokenMixing(seq_len), layers=1))),
     "unknown_strided_conv": mixer_model(StridedConv),
+    "unknown_prefix_conv": mixer_model(lambda: PrefixConv(4, padding=3)),
     "unknown_sort": mixer_model(SortedTokens),
     "conv_causal": mixer_model(causal_conv, layers=2),
     "conv_same": mixer_model(lambda: Convolved(5, padding="same")),
@@ -379,6 +395,7 @@ MODELS: dict[str, Build] = {
     "logcumsumexp": mixer_model(RunningSoftmax),
     "affine_recurrence": mixer_model(AffineRecurrence, layers=2),
     "affine_recurrence_reverse": mixer_model(lambda: AffineRecurrence(reverse=True)),
+    "recurrence_checkpointed": mixer_model(CheckpointedRecurrence),
     "products": mixer_model(Products),
     "flip": mixer_model(Flip),
     "roll": mixer_model(Roll),

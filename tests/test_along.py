@@ -15,6 +15,7 @@ from test_comm import LAYOUTS, seen, values
 from test_rules import node_of, piece
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
+from twins import EXACT, gradient_error, step, twins
 
 from autosp.kernels import prefix
 from autosp.kernels.layout import contiguous
@@ -134,6 +135,18 @@ def _compare(mesh: DeviceMesh, name: str, layout_name: str) -> None:
 def test_values_and_gradients_are_those_of_the_whole(pool: Pool, on: int, layout: str) -> None:
     """Also where a rank holds fewer positions than a kernel reads; gathered where it holds none."""
     pool.run(compare, layout, on=on)
+
+
+def partitioned(mesh: DeviceMesh, name: str) -> float:
+    plain, parallel, inputs = twins(name, mesh, 33)
+    loss = abs(step(plain, inputs) - step(parallel, inputs))
+    return max(loss, gradient_error(plain, parallel))
+
+
+@pytest.mark.parametrize("name", ["recurrence_checkpointed", "logcumsumexp", "both_ways", "unknown_prefix_conv"])
+def test_the_first_rank_exchanges_what_others_do(pool: Pool, name: str) -> None:
+    """Nothing comes before it, but PyTorch's partitioner leaves it each exchange where the other ranks have it."""
+    assert max(pool.run(partitioned, name, on=4)) < EXACT
 
 
 def rounded(mesh: DeviceMesh) -> float:

@@ -46,6 +46,7 @@ PAIRWISE = {"manual_softmax": SITES.pop("manual_softmax"), "late_normaliser": SI
 UNKNOWN = {
     "unknown_fft": ("aten.fft_rfft", "torch.fft.rfft(x, dim=1)"),
     "unknown_strided_conv": ("aten.conv1d", "self.down(x.transpose(1, 2))"),
+    "unknown_prefix_conv": ("aten.conv1d", "self.conv(x[:, :7].mT)"),
     "unknown_token_mixing": ("aten.linear", "self.mix(x.transpose(1, 2))"),
     "unknown_sort": ("aten.sort", "self.value(x).sort(dim=1)"),
 }
@@ -55,7 +56,9 @@ ALONG = {
     **dict.fromkeys((name for name in models_mixing.MODELS if name.startswith("conv")), "halo"),
     **dict.fromkeys((name for name in models_mixing.MODELS if name.startswith("token_shift")), "relayout"),
     **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp"), "totals"),
-    **dict.fromkeys(("affine_recurrence", "affine_recurrence_reverse", "products"), "associative_totals"),
+    **dict.fromkeys(
+        ("affine_recurrence", "affine_recurrence_reverse", "recurrence_checkpointed", "products"), "associative_totals"
+    ),
     **{"flip": "relayout", "roll": "relayout", "both_ways": "halo"},
 }
 

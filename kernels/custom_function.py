@@ -18,16 +18,20 @@ from torch import Tensor, fx
 class Bodies:
     """`forward(*args) -> (*results, *saved)` and `backward(*cotangents, *saved) -> cotangents of args`, as ATen graphs.
 
-    Backward takes cotangents of those `results` results that are not `fixed`, and gives those of the arguments that `given` is
-    true of. `name` is what a user calls it.
+    Backward takes cotangents of those results that are not `fixed`, and gives those of the arguments that `given` is true of.
+    `like` are the results of whole arguments, as fakes; `name` is what a user calls the function.
     """
 
     name: str
     forward: fx.GraphModule
     backward: fx.GraphModule
-    results: int
+    like: tuple[Tensor, ...]
     fixed: tuple[int, ...]
     given: tuple[bool, ...]
+
+    @property
+    def results(self) -> int:
+        return len(self.like)
 
     @property
     def text(self) -> str:
@@ -85,10 +89,11 @@ def call(args: Sequence[Tensor], key: str) -> tuple[Tensor, ...]:
 def _op(args: list[Tensor], key: str) -> list[Tensor]:
     """What captured graphs hold; the rule replaces it by `call`."""
     found = _BODIES[key]
-    return [x.clone(memory_format=torch.contiguous_format) for x in found.forward(*args)[: found.results]]
+    values = found.forward(*args)[: found.results]
+    return [x.to(like.dtype).clone(memory_format=torch.contiguous_format) for x, like in zip(values, found.like, strict=True)]
 
 
 @_op.register_fake
 def _(args: list[Tensor], key: str) -> list[Tensor]:
-    found = _BODIES[key]
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in found.forward(*args)[: found.results]]
+    # Not by running the forward: an operator's own code does not see the autocast state around it.
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in _BODIES[key].like]

@@ -78,6 +78,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
         associative.named(gm)
         module, mutated = _exported(gm, fakes)
     _refuse_dynamic_sizes(module.graph)
+    functions.refuse_drawing_branches(module)
     module.recompile()
     return Captured(module, inputs, mutated)
 

@@ -88,14 +88,31 @@ def _autocast(casts: Sequence[tuple[Any, ...]]) -> Iterator[None]:
 
 def _refuse_inside(gm: fx.GraphModule, node: fx.Node) -> None:
     """In a branch of torch.cond or a loop the operator would have to be differentiated by somebody else's rules."""
-    for x in node.all_input_nodes if node.op == "call_function" else ():
-        inner = operator.attrgetter(x.target)(gm) if x.op == "get_attr" else None  # type: ignore[arg-type]
-        if not isinstance(inner, fx.GraphModule):
-            continue
+    for inner in _inside(gm, node):
         for n in inner.graph.nodes:
             if _name(n) in (APPLY, HOOK):
                 raise _refused(n, f"it is called inside {_name(node)}", "call it outside, or write the branch with torch.where")
             _refuse_inside(inner, n)
+
+
+def refuse_drawing_branches(gm: fx.GraphModule) -> None:
+    """Of a captured graph: nobody makes the ranks draw the same inside a branch of torch.cond, or a loop."""
+    for node in gm.graph.nodes:
+        for inner in _inside(gm, node):
+            drawn = next((n for n in inner.graph.nodes if _draws(n)), None)
+            if drawn is not None:
+                raise CaptureError(
+                    f"{_name(node)} draws random numbers inside ({drawn.target}), and ranks could not draw the same\n"
+                    f"at {source_line(node)}\nFix: draw them outside and pass them in."
+                )
+            refuse_drawing_branches(inner)
+
+
+def _inside(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
+    for x in node.all_input_nodes if node.op == "call_function" else ():
+        inner = operator.attrgetter(x.target)(gm) if x.op == "get_attr" else None  # type: ignore[arg-type]
+        if isinstance(inner, fx.GraphModule):
+            yield inner
 
 
 def _refused(node: fx.Node, reason: str, fix: str) -> CaptureError:
@@ -127,6 +144,9 @@ class _Call:
 
 
 def _keep(gm: fx.GraphModule, node: fx.Node, export: Export) -> None:
+    if not node.users and _name(node) == APPLY:
+        gm.graph.erase_node(node)
+        return
     call = _hooked(gm, node) if _name(node) == HOOK else _applied(gm, node)
     args, saved = [_like(x.meta["example_value"]) for x in call.args], [_like(x) for x in call.saved]
     results = list(call.results.values())
@@ -134,7 +154,7 @@ def _keep(gm: fx.GraphModule, node: fx.Node, export: Export) -> None:
     forward = _exported(node, call.forward, args, 0, export)
     backward = _exported(node, call.backward, [*cotangents, *saved], len(cotangents), export)
     _refuse_changes(node, call, forward)
-    bodies = Bodies(_called(node), forward, backward, len(results), call.fixed, call.given)
+    bodies = Bodies(_called(node), forward, backward, tuple(results), call.fixed, call.given)
     key = _key(bodies, [*args, *cotangents, *saved])
     custom_function.register(key, bodies)
     with gm.graph.inserting_before(node):

@@ -218,7 +218,7 @@ def saved_in_regions(x: Tensor, weight: Tensor) -> Tensor:
     def region(x: Tensor) -> Tensor:
         return Scaled.apply(Rounded.apply(torch.tanh(x)), weight)
 
-    return checkpoint(region, checkpoint(Cumulative.apply, x, use_reentrant=False), use_reentrant=False)
+    return checkpoint(region, checkpoint(lambda x: Cumulative.apply(x), x, use_reentrant=False), use_reentrant=False)
 
 
 class Applied(nn.Module):
@@ -302,7 +302,7 @@ LOCAL: dict[str, Build] = {
     "gradient_reversal": build(lambda seq_len: Adversary()),
     "bound_derivative": applied(lambda x, weight: SqrtBoundDerivative.apply(x.abs() * 5)),
     "two_results": applied(two_of),
-    "own_scale": applied(Scaled.apply),
+    "own_scale": applied(lambda x, weight: Scaled.apply(x, weight)),
     "own_linear": mixer_model(Linear, layers=2),
     "own_norm": applied(lambda x, weight: Normalised.apply(x, weight, 1e-6)),
     "assigned_gradient": applied(lambda x, weight: Rectified.apply(x)),

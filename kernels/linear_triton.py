@@ -101,11 +101,9 @@ def _mm(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _of_chunk(x, place, chunk, chunks, D: tl.constexpr, GIVEN: tl.constexpr):
+def _of_chunk(x, place, chunk, chunks, D: tl.constexpr):
     """x [B, H, N, D..] from one chunk; D is the number of values of a chunk."""
-    if GIVEN:
-        x += (tl.cast(place, tl.int64) * chunks + chunk) * D
-    return x
+    return x + (tl.cast(place, tl.int64) * chunks + chunk) * D
 
 
 @triton.jit
@@ -286,7 +284,7 @@ def gates_kernel(
     place = tl.program_id(0) // tl.cdiv(K, BK) // chunks
     decay = _from(decay, place, chunk * C, stride_d_batch, stride_d, stride_d_head, group_d, heads)
     x = _tile(decay, stride_d, length - chunk * C, column, K, BK).to(tl.float32)
-    _put(_of_chunk(upto, place, chunk, chunks, C * K, True), K, C, column, tl.cumsum(x, 0) * LOG2E, K, BK)
+    _put(_of_chunk(upto, place, chunk, chunks, C * K), K, C, column, tl.cumsum(x, 0) * LOG2E, K, BK)
 
 
 # Without `remove`: the state through all chunks -----------------------------------------------------
@@ -325,11 +323,15 @@ def accumulate_kernel(
     left = tl.full([BK if GATE == VECTOR else 1, 1], 1.0, tl.float32)
     for step in range(0, chunks):
         chunk = chunks - 1 - step if REVERSE else step
-        at, inside = _square(_of_chunk(states, place, chunk, chunks, K * V, True), row, column, K, V, BK, BV)
+        at, inside = _square(_of_chunk(states, place, chunk, chunks, K * V), row, column, K, V, BK, BV)
         tl.store(at, state, mask=inside)
-        tl.store(_of_chunk(reach, place, chunk, chunks, LEFT, True) + k, left, mask=mine)
-        gates = _of_chunk(upto, place, chunk, chunks, C * LEFT, GATE != NONE)
-        documents = _of_chunk(segment, place // heads, chunk, chunks, C, STARTS)
+        tl.store(_of_chunk(reach, place, chunk, chunks, LEFT) + k, left, mask=mine)
+        gates = upto
+        documents = segment
+        if GATE != NONE:
+            gates = _of_chunk(upto, place, chunk, chunks, C * LEFT)
+        if STARTS:
+            documents = _of_chunk(segment, place // heads, chunk, chunks, C)
         start = tl.cast(chunk, tl.int64) * C
         added = _added(
             x + start * stride_x, y + start * stride_y, gates, documents, stride_x, stride_y, length - chunk * C, row, column,
@@ -362,12 +364,14 @@ def solve_kernel(
     k = _from(k, place, chunk * C, stride_k_batch, stride_k, stride_k_head, group_k, heads)
     v = _from(v, place, chunk * C, stride_v_batch, stride_v, stride_v_head, group_v, heads)
     remove = _from(remove, place, chunk * C, stride_r_batch, stride_r, stride_r_head, group_r, heads)
-    upto = _of_chunk(upto, place, chunk, chunks, C * LEFT, GATE != NONE)
-    segment = _of_chunk(segment, place // heads, chunk, chunks, C, STARTS)
-    read = _of_chunk(read, place, chunk, chunks, C * K, True)
-    values = _of_chunk(values, place, chunk, chunks, C * V, True)
-    write = _of_chunk(write, place, chunk, chunks, C * K, True)
-    through = _of_chunk(through, place, chunk, chunks, LEFT, True)
+    if GATE != NONE:
+        upto = _of_chunk(upto, place, chunk, chunks, C * LEFT)
+    if STARTS:
+        segment = _of_chunk(segment, place // heads, chunk, chunks, C)
+    read = _of_chunk(read, place, chunk, chunks, C * K)
+    values = _of_chunk(values, place, chunk, chunks, C * V)
+    write = _of_chunk(write, place, chunk, chunks, C * K)
+    through = _of_chunk(through, place, chunk, chunks, LEFT)
 
     system = _pairs(remove, k, upto, segment, stride_r, stride_k, count, 1.0, K, BK, True, GATE, STARTS, PRECISION)
     inverse = _inverse(system)
@@ -429,22 +433,22 @@ def carry_kernel(
     lower = _part(found, PK, column, K, V, PK, BV, FOUND and HALVES)
     for chunk in range(0, chunks):
         if KEEP:
-            at = _of_chunk(states, place, chunk, chunks, K * V, True)
+            at = _of_chunk(states, place, chunk, chunks, K * V)
             _put_part(at, 0, column, state, K, V, PK, BV)
             if HALVES:
                 _put_part(at, PK, column, lower, K, V, PK, BV)
-        rows = _of_chunk(read, place, chunk, chunks, C * K, True)
+        rows = _of_chunk(read, place, chunk, chunks, C * K)
         known = _mm(_tile(rows, K, C, 0, K, PK), state, PRECISION)
         if HALVES:
             known += _mm(_tile(rows, K, C, PK, K, PK), lower, PRECISION)
         if VALUES:
-            new = _tile(_of_chunk(values, place, chunk, chunks, C * V, True), V, C, column, V, BV) - known
+            new = _tile(_of_chunk(values, place, chunk, chunks, C * V), V, C, column, V, BV) - known
         else:
             new = -known
         if KEEP:
-            _put(_of_chunk(u, place, chunk, chunks, C * V, True), V, C, column, new, V, BV)
-        rows = _of_chunk(write, place, chunk, chunks, C * K, True)
-        kept = _of_chunk(through, place, chunk, chunks, LEFT, True)
+            _put(_of_chunk(u, place, chunk, chunks, C * V), V, C, column, new, V, BV)
+        rows = _of_chunk(write, place, chunk, chunks, C * K)
+        kept = _of_chunk(through, place, chunk, chunks, LEFT)
         state = _stepped(state, kept, rows, new, 0, K, PK, LEFT, PRECISION)
         if HALVES:
             lower = _stepped(lower, kept, rows, new, PK, K, PK, LEFT, PRECISION)
@@ -467,18 +471,18 @@ def carry_back_kernel(
     lower = _part(found + whole, PK, column, K, V, PK, BV, HALVES)
     for step in range(0, chunks):
         chunk = chunks - 1 - step
-        at = _of_chunk(leaving, place, chunk, chunks, K * V, True)
+        at = _of_chunk(leaving, place, chunk, chunks, K * V)
         _put_part(at, 0, column, state, K, V, PK, BV)
-        rows = _of_chunk(write, place, chunk, chunks, C * K, True)
-        new = _tile(_of_chunk(du, place, chunk, chunks, C * V, True), V, C, column, V, BV)
+        rows = _of_chunk(write, place, chunk, chunks, C * K)
+        new = _tile(_of_chunk(du, place, chunk, chunks, C * V), V, C, column, V, BV)
         new += _mm(_tile(rows, K, C, 0, K, PK), state, PRECISION)
         if HALVES:
             _put_part(at, PK, column, lower, K, V, PK, BV)
             new += _mm(_tile(rows, K, C, PK, K, PK), lower, PRECISION)
-        _put(_of_chunk(du_out, place, chunk, chunks, C * V, True), V, C, column, new, V, BV)
-        rows = _of_chunk(read, place, chunk, chunks, C * K, True)
-        kept = _of_chunk(through, place, chunk, chunks, LEFT, True)
-        more = _of_chunk(asked, place, chunk, chunks, K * V, True)
+        _put(_of_chunk(du_out, place, chunk, chunks, C * V), V, C, column, new, V, BV)
+        rows = _of_chunk(read, place, chunk, chunks, C * K)
+        kept = _of_chunk(through, place, chunk, chunks, LEFT)
+        more = _of_chunk(asked, place, chunk, chunks, K * V)
         state = _stepped(state, kept, rows, -new, 0, K, PK, LEFT, PRECISION) + _part(more, 0, column, K, V, PK, BV, True)
         if HALVES:
             lower = _stepped(lower, kept, rows, -new, PK, K, PK, LEFT, PRECISION) + _part(more, PK, column, K, V, PK, BV, True)
@@ -502,10 +506,12 @@ def inside_kernel(
     place = tl.program_id(0) // chunks
     q = _from(q, place, chunk * C, stride_q_batch, stride_q, stride_q_head, group_q, heads)
     k = _from(k, place, chunk * C, stride_k_batch, stride_k, stride_k_head, group_k, heads)
-    upto = _of_chunk(upto, place, chunk, chunks, C * (K if GATE == VECTOR else 1), GATE != NONE)
-    segment = _of_chunk(segment, place // heads, chunk, chunks, C, STARTS)
+    if GATE != NONE:
+        upto = _of_chunk(upto, place, chunk, chunks, C * (K if GATE == VECTOR else 1))
+    if STARTS:
+        segment = _of_chunk(segment, place // heads, chunk, chunks, C)
     p = _pairs(q, k, upto, segment, stride_q, stride_k, length - chunk * C, scale, K, BK, EXCLUSIVE, GATE, STARTS, PRECISION)
-    _put(_of_chunk(weights, place, chunk, chunks, C * C, True), C, C, 0, p, C, C)
+    _put(_of_chunk(weights, place, chunk, chunks, C * C), C, C, 0, p, C, C)
 
 
 @triton.jit(do_not_specialize=["chunks", "length", "heads", "group_x", "group_y"])
@@ -524,9 +530,11 @@ def rows_kernel(
     x = _from(x, place, chunk * C, stride_x_batch, stride_x, stride_x_head, group_x, heads)
     y = _from(y, place, chunk * C, stride_y_batch, stride_y, stride_y_head, group_y, heads)
     out = _from(out, place, chunk * C, stride_o_batch, stride_o, stride_o_head, group_o, heads)
-    upto = _of_chunk(upto, place, chunk, chunks, C * (K if GATE == VECTOR else 1), GATE != NONE)
-    segment = _of_chunk(segment, place // heads, chunk, chunks, C, STARTS)
-    states = _of_chunk(states, place, chunk, chunks, K * V, True)
+    if GATE != NONE:
+        upto = _of_chunk(upto, place, chunk, chunks, C * (K if GATE == VECTOR else 1))
+    if STARTS:
+        segment = _of_chunk(segment, place // heads, chunk, chunks, C)
+    states = _of_chunk(states, place, chunk, chunks, K * V)
     acc = tl.zeros([C, BV], tl.float32)
     for row in range(0, K, BK):
         a = _tile(x, stride_x, count, row, K, BK).to(tl.float32)
@@ -535,7 +543,7 @@ def rows_kernel(
         acc += _mm(a, tl.load(at, mask=inside, other=0.0), PRECISION)
     own = _tile(y, stride_y, count, column, V, BV)
     if WEIGHTS:
-        acc += _mm(_tile(_of_chunk(weights, place, chunk, chunks, C * C, True), C, C, 0, C, C), own, PRECISION)
+        acc += _mm(_tile(_of_chunk(weights, place, chunk, chunks, C * C), C, C, 0, C, C), own, PRECISION)
     else:
         acc += own
     _put(out, stride_o, count, column, acc, V, BV)
@@ -561,17 +569,19 @@ def asked_kernel(
     count = length - chunk * C
     q = _from(q, place, chunk * C, stride_q_batch, stride_q, stride_q_head, group_q, heads)
     grad = _from(grad, place, chunk * C, stride_g_batch, stride_g, stride_g_head, group_g, heads)
-    upto = _of_chunk(upto, place, chunk, chunks, C * (K if GATE == VECTOR else 1), GATE != NONE)
-    segment = _of_chunk(segment, place // heads, chunk, chunks, C, STARTS)
+    if GATE != NONE:
+        upto = _of_chunk(upto, place, chunk, chunks, C * (K if GATE == VECTOR else 1))
+    if STARTS:
+        segment = _of_chunk(segment, place // heads, chunk, chunks, C)
     added = _added(
         q, grad, upto, segment, stride_q, stride_g, count, row, column, scale, K, V, BK, BV, FACTOR, GATE, STARTS, PRECISION
     )
-    at, inside = _square(_of_chunk(asked, place, chunk, chunks, K * V, True), row, column, K, V, BK, BV)
+    at, inside = _square(_of_chunk(asked, place, chunk, chunks, K * V), row, column, K, V, BK, BV)
     tl.store(at, added, mask=inside)
     if row == 0:
-        p = _tile(_of_chunk(weights, place, chunk, chunks, C * C, True), C, C, 0, C, C)
+        p = _tile(_of_chunk(weights, place, chunk, chunks, C * C), C, C, 0, C, C)
         part = _mm(tl.trans(p), _tile(grad, stride_g, count, column, V, BV), PRECISION)
-        _put(_of_chunk(du, place, chunk, chunks, C * V, True), V, C, column, part, V, BV)
+        _put(_of_chunk(du, place, chunk, chunks, C * V), V, C, column, part, V, BV)
 
 
 @triton.jit(do_not_specialize=["chunks", "length", "heads", "group_q", "group_k", "group_y", "group_g"])
@@ -592,17 +602,19 @@ def inside_back_kernel(
     k = _from(k, place, chunk * C, stride_k_batch, stride_k, stride_k_head, group_k, heads)
     y = _from(y, place, chunk * C, stride_y_batch, stride_y, stride_y_head, group_y, heads)
     grad = _from(grad, place, chunk * C, stride_g_batch, stride_g, stride_g_head, group_g, heads)
-    upto = _of_chunk(upto, place, chunk, chunks, C * (K if GATE == VECTOR else 1), GATE != NONE)
-    segment = _of_chunk(segment, place // heads, chunk, chunks, C, STARTS)
-    states = _of_chunk(states, place, chunk, chunks, K * V, True)
+    if GATE != NONE:
+        upto = _of_chunk(upto, place, chunk, chunks, C * (K if GATE == VECTOR else 1))
+    if STARTS:
+        segment = _of_chunk(segment, place // heads, chunk, chunks, C)
+    states = _of_chunk(states, place, chunk, chunks, K * V)
     dp = tl.zeros([C, C], tl.float32)
     for column in range(0, V, BV):
         do = _tile(grad, stride_g, count, column, V, BV)
         dp += _mm(do, tl.trans(_tile(y, stride_y, count, column, V, BV)), PRECISION)
         if DU:
-            p = _tile(_of_chunk(weights, place, chunk, chunks, C * C, True), C, C, 0, C, C)
+            p = _tile(_of_chunk(weights, place, chunk, chunks, C * C), C, C, 0, C, C)
             part = _mm(tl.trans(p), do, PRECISION)
-            _put(_of_chunk(du, place, chunk, chunks, C * V, True), V, C, column, part, V, BV)
+            _put(_of_chunk(du, place, chunk, chunks, C * V), V, C, column, part, V, BV)
     dp *= _ratio(upto, segment, EXCLUSIVE, GATE, STARTS)
     for row in range(0, K, BK):
         acc = tl.zeros([C, BK], tl.float32)
@@ -614,8 +626,8 @@ def inside_back_kernel(
         b = _tile(k, stride_k, count, row, K, BK).to(tl.float32)
         left, right = _pairs_back(dp, a, b, upto, row, K, BK, EXCLUSIVE, GATE, PRECISION)
         left += acc * _factor(upto, segment, row, K, BK, FACTOR, GATE, STARTS)
-        _put(_of_chunk(dread, place, chunk, chunks, C * K, True), K, C, row, left, K, BK)
-        _put(_of_chunk(dwrite, place, chunk, chunks, C * K, True), K, C, row, right, K, BK)
+        _put(_of_chunk(dread, place, chunk, chunks, C * K), K, C, row, left, K, BK)
+        _put(_of_chunk(dwrite, place, chunk, chunks, C * K), K, C, row, right, K, BK)
 
 
 @triton.jit(do_not_specialize=["chunks", "length", "heads", "group_k", "group_r", "group_y"])
@@ -634,17 +646,19 @@ def unsolve_kernel(
     remove = _from(remove, place, chunk * C, stride_r_batch, stride_r, stride_r_head, group_r, heads)
     y = _from(y, place, chunk * C, stride_y_batch, stride_y, stride_y_head, group_y, heads)
     dv = _from(dv, place, chunk * C, length * heads * V, heads * V, V, 1, heads)
-    upto = _of_chunk(upto, place, chunk, chunks, C * (K if GATE == VECTOR else 1), GATE != NONE)
-    segment = _of_chunk(segment, place // heads, chunk, chunks, C, STARTS)
+    if GATE != NONE:
+        upto = _of_chunk(upto, place, chunk, chunks, C * (K if GATE == VECTOR else 1))
+    if STARTS:
+        segment = _of_chunk(segment, place // heads, chunk, chunks, C)
     system = _pairs(remove, k, upto, segment, stride_r, stride_k, count, 1.0, K, BK, True, GATE, STARTS, PRECISION)
     back = tl.trans(_inverse(system))
     acc = tl.zeros([C, C], tl.float32)
     for column in range(0, V, BV):
-        part = _mm(back, _tile(_of_chunk(du, place, chunk, chunks, C * V, True), V, C, column, V, BV), PRECISION)
+        part = _mm(back, _tile(_of_chunk(du, place, chunk, chunks, C * V), V, C, column, V, BV), PRECISION)
         _put(dv, heads * V, count, column, part, V, BV)
         acc += _mm(part, tl.trans(_tile(y, stride_y, count, column, V, BV)), PRECISION)
     acc *= -_ratio(upto, segment, True, GATE, STARTS)
-    _put(_of_chunk(dl, place, chunk, chunks, C * C, True), C, C, 0, acc, C, C)
+    _put(_of_chunk(dl, place, chunk, chunks, C * C), C, C, 0, acc, C, C)
 
 
 @triton.jit(do_not_specialize=["chunks", "length", "heads", "group_q", "group_k", "group_r", "group_y"])
@@ -667,21 +681,23 @@ def finish_back_kernel(
     y = _from(y, place, chunk * C, stride_y_batch, stride_y, stride_y_head, group_y, heads)
     dq = _from(dq, place, chunk * C, length * heads * K, heads * K, K, 1, heads)
     dk = _from(dk, place, chunk * C, length * heads * K, heads * K, K, 1, heads)
-    upto = _of_chunk(upto, place, chunk, chunks, C * (K if GATE == VECTOR else 1), GATE != NONE)
-    segment = _of_chunk(segment, place // heads, chunk, chunks, C, STARTS)
-    dread = _of_chunk(dread, place, chunk, chunks, C * K, True)
-    dwrite = _of_chunk(dwrite, place, chunk, chunks, C * K, True)
-    leaving = _of_chunk(leaving, place, chunk, chunks, K * V, True)
+    if GATE != NONE:
+        upto = _of_chunk(upto, place, chunk, chunks, C * (K if GATE == VECTOR else 1))
+    if STARTS:
+        segment = _of_chunk(segment, place // heads, chunk, chunks, C)
+    dread = _of_chunk(dread, place, chunk, chunks, C * K)
+    dwrite = _of_chunk(dwrite, place, chunk, chunks, C * K)
+    leaving = _of_chunk(leaving, place, chunk, chunks, K * V)
     if chunk + 1 < chunks:
-        behind = _of_chunk(states, place, chunk + 1, chunks, K * V, True)
+        behind = _of_chunk(states, place, chunk + 1, chunks, K * V)
     else:
-        behind = _of_chunk(end, place, 0, 1, K * V, True)
+        behind = _of_chunk(end, place, 0, 1, K * V)
     if REMOVE:
         remove = _from(remove, place, chunk * C, stride_r_batch, stride_r, stride_r_head, group_r, heads)
         dv = _from(dv, place, chunk * C, length * heads * V, heads * V, V, 1, heads)
         dremove = _from(dremove, place, chunk * C, length * heads * K, heads * K, K, 1, heads)
-        dsystem = _tile(_of_chunk(dl, place, chunk, chunks, C * C, True), C, C, 0, C, C)
-        states = _of_chunk(states, place, chunk, chunks, K * V, True)
+        dsystem = _tile(_of_chunk(dl, place, chunk, chunks, C * C), C, C, 0, C, C)
+        states = _of_chunk(states, place, chunk, chunks, K * V)
     every = tl.zeros([C], tl.float32)  # what the logarithms at a token's Γ_i and Γ_{i−1} get, and those of the latter alone
     earlier = tl.zeros([C], tl.float32)
     whole = tl.zeros([C], tl.float32)

@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -99,11 +100,28 @@ def _matrix(kept: Tensor, added: Tensor, state: Tensor) -> list[Tensor]:
     return [added + kept @ state]
 
 
+def stages(x: Tensor) -> ModuleType:
+    """The kernels for a tensor: Triton's on a GPU, which know no float64."""
+    if x.device.type == "cuda" and x.dtype != torch.float64:
+        from . import linear_triton
+
+        return linear_triton
+    return linear_torch
+
+
+def _stage(name: str) -> Run:
+    def run(*values: Tensor) -> list[Tensor]:
+        # A block of a chain is a cut of what kernels take as contiguous.
+        return getattr(stages(values[0]), name)(*(x.contiguous() for x in values))
+
+    return run
+
+
 PROGRAMS = {
     "affine": Program(_affine, (False, True)),  # kept [B, H, 1 or K, 1], added [B, H, K, V]
     "matrix": Program(_matrix, (False, True)),  # kept [B, H, K, K]
-    "carry": Program(linear_torch.carry, (False, True, False, False)),
-    "carry back": Program(linear_torch.carry_back, (False, False, False, True, True)),
+    "carry": Program(_stage("carry"), (False, True, False, False)),
+    "carry back": Program(_stage("carry_back"), (False, False, False, True, True)),
 }
 
 

@@ -130,7 +130,7 @@ def _stage(function: Callable[..., Any], fake: Callable[..., Any] | None = None)
     name = function.__name__
 
     def run(*args: Any) -> Any:
-        made = getattr(_kernels(args[0].device), name)(*args)
+        made = getattr(all_scan.stages(args[0]), name)(*args)
         return _dense(made) if isinstance(made, Tensor) else [_dense(x) for x in made]
 
     def empty(*args: Any) -> Any:
@@ -150,14 +150,6 @@ def _dense(x: Tensor) -> Tensor:
 
 def _empty(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
-
-
-def _kernels(device: torch.device) -> Any:
-    if device.type == "cuda":
-        from . import linear_triton
-
-        return linear_triton
-    return linear_torch
 
 
 def _chunks(x: Tensor) -> int:

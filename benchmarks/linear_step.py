@@ -3,39 +3,34 @@
     emulated_cluster.sh 4 500mbit python benchmarks/linear_step.py      # one process a rank; torchrun does as well
 
 16 heads with states of 128 x 128, 2048 tokens a rank, batch 1, float32; a decay per head ("scalar"), per row of the state
-("vector"), or
-per head with the delta rule ("delta"). Each round times each contender once: a barrier, forward and backward, the slowest rank's
-milliseconds. Medians and quartiles; ratios are to "alone", the same kernels on the same tokens with no state from elsewhere,
-all ranks at once. Ours overlap what needs no state with the exchange. The others are what is published, on the same kernels:
+("vector"), or per head with the delta rule ("delta"). Each round times each contender once: a barrier, forward and backward,
+the slowest rank's milliseconds. Medians and quartiles; ratios are to "alone", the same kernels on the same tokens with no
+state from elsewhere, all ranks at once. Ours overlap what needs no state with the exchange. The others are what is
+published, on the same kernels:
 
     gather, blocking    every rank gathers all (A, S), folds those before it and goes on (LASP-2; with "delta", A is a matrix)
     chain, blocking     one state from rank to rank in one piece, and everyone waits (LASP-1)
 
 Before it is timed, every contender's output and gradients are compared with the chain's. "Exchange" rows send the same
-states forward
-and backward and compute nothing else.
+states forward and backward and compute nothing else.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autosp.kernels import all_scan, linear
 from autosp.kernels.all_scan import ALONE, Scan
-from benchmarks.timing import measure, rows
+from benchmarks.timing import arguments, finish, measure, rows, table
 
 HEADS, WIDTH, TOKENS = 16, 128, 2048
 KINDS = ("scalar", "vector", "delta")
@@ -90,8 +85,7 @@ def exchange(scan: Scan) -> Step:
 
     def step() -> list[Tensor]:
         for each in (scan, scan.back()):
-            ticket = all_scan.start(each, "affine", inputs, None, None)
-            all_scan.scan_wait(ticket, inputs, None, "affine")
+            all_scan.start(each, "affine", inputs, None, None).wait()
         return []
 
     return step
@@ -115,40 +109,17 @@ def contenders(kind: str) -> dict[str, Step]:
     return steps
 
 
-def table(found: Sequence[dict[str, Any]], kinds: Sequence[str]) -> Table:
-    shown = Table(title=f"{TOKENS} tokens a rank, {HEADS} heads of {WIDTH} x {WIDTH}, float32, {dist.get_world_size()} ranks")
-    shown.add_column("")
-    for kind in kinds:
-        shown.add_column(f"{kind}, ms", justify="right")
-        shown.add_column("÷ alone", justify="right")
-    for name in dict.fromkeys(row["name"] for row in found):
-        cells = []
-        for kind in kinds:
-            row = next(row for row in found if (row["name"], row["kind"]) == (name, kind))
-            (a, b, c), (x, y, z) = row["ms"], row["ratio"]
-            cells += [f"{b:.0f} ({a:.0f}..{c:.0f})", f"{y:.2f} ({x:.2f}..{z:.2f})"]
-        shown.add_row(name, *cells)
-    return shown
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = arguments(__doc__)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
-    parser.add_argument("--patience", type=float, default=120, help="seconds to wait for others to be quiet")
-    parser.add_argument("--out", type=Path, help="a file that takes one JSON line for each row")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     found: list[dict[str, Any]] = []
     for kind in args.kinds:
         found += rows(measure(contenders(kind), args.rounds, args.patience), ("alone",), kind=kind)
-    if dist.get_rank() == 0:
-        Console(width=150).print(table(found, args.kinds))
-        if args.out is not None:
-            args.out.write_text("".join(json.dumps(row) + "\n" for row in found))
-    dist.barrier()  # a rank that leaves early takes its connections with it
-    dist.destroy_process_group()
+    title = f"{TOKENS} tokens a rank, {HEADS} heads of {WIDTH} x {WIDTH}, float32"
+    finish(table(title, found, "kind", {kind: kind for kind in args.kinds}, "alone"), found, args.out)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ class Site:
     """One attention of the model, at global shapes.
 
     `name` is the module path, `kind` is "softmax attention", "pairwise", "linear attention" or "last state"; `sees` says
-    what rows see
-    ("mask causal") or what becomes of the state ("state a decay per head"). A state is [head_dim, value_dim] a head.
+    what rows see ("mask causal") or what becomes of the state ("state a decay per head"). A state is [head_dim, value_dim]
+    a head.
     `bytes_forward` and `bytes_backward` are what one rank sends, as the mean over ranks.
     """
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+
+Shape = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,14 @@ class LinearAttention:
     itemsize: int
     ranks: int
     node: int = 1
+
+    @classmethod
+    def of(
+        cls, q: Shape, k: Shape, v: Shape, decay: Shape | None, remove: Shape | None, itemsize: int, ranks: int, node: int
+    ) -> LinearAttention:
+        """From the shapes of operands: [B, T, heads, K or V], decay also [B, T, heads]."""
+        decays = 0 if decay is None else 1 if len(decay) == 3 else decay[3]
+        return cls(v[0], v[2], q[2], k[2], v[1], k[3], v[3], decays, remove is not None, itemsize, ranks, node)
 
     @property
     def state(self) -> int:

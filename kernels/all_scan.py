@@ -1,8 +1,7 @@
 """All-Scan: every rank gets exactly the state it starts from, while it computes what needs no state.
 
 A recurrence S' = A S + B is cut over ranks; `start` sends states on their way and `wait` gives this rank the one it starts
-from. Forward
-they travel from rank 0 up, backward down (the cotangent's recurrence is the same with Aᵀ). Algorithms:
+from. Forward they travel from rank 0 up, backward down (the cotangent's recurrence is the same with Aᵀ). Algorithms:
 
     chain       rank r waits for r−1, in blocks of heads or state columns, so that hops overlap (ZeCO, arXiv 2507.01004)
     log-step    ⌈log₂ P⌉ exchanges of (A, B) with ranks 1, 2, 4, .. away
@@ -21,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,7 @@ ALGORITHMS = ("chain", "log-step", "two-level", "gather")
 
 @dataclass(frozen=True)
 class Scan:
-    """Where this rank stands in a scan. `blocks` is how many a chain cuts its state into; each `node` neighbouring ranks are
-    close.
-    """
+    """Where this rank stands in a scan. A chain cuts its state into `blocks`; each `node` neighbouring ranks are close."""
 
     algorithm: str
     rank: int
@@ -126,7 +124,7 @@ PROGRAMS = {
 
 
 def _state_of(program: str, inputs: Sequence[Tensor]) -> Tensor:
-    """An input with the type, device and [B, H, K, V] of the state, on which K may be found: zeros of the state's shape."""
+    """Zeros in the shape [B, H, K, V], type and place of the state."""
     if program == "carry":
         read, values = inputs[:2]
         return read.new_zeros(*read.shape[:2], read.shape[-1], values.shape[-1])
@@ -155,8 +153,7 @@ def scan_start(
     """Send states on their way; the result is a ticket for `scan_wait`. `numbers` are those of `Scan`.
 
     initial [B, H, K, V]: what the first rank starts from (None: zeros). linked [P − 1], bool, on the host: the links that
-    some document
-    crosses (None: all). Every rank calls it at the same point of its program.
+    some document crosses (None: all). Every rank calls it at the same point of its program.
     """
     scan = Scan.at(algorithm, numbers, group)
     crossing = None if linked is None else linked.tolist()
@@ -168,23 +165,13 @@ def scan_start(
 
 
 @scan_start.register_fake
-def _(
-    inputs: list[Tensor],
-    initial: Tensor | None,
-    linked: Tensor | None,
-    program: str,
-    algorithm: str,
-    group: str,
-    numbers: list[int],
-) -> Tensor:
+def _(inputs: list[Tensor], *rest: Any) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
 @torch.library.custom_op("asp::scan_wait", mutates_args=())
 def scan_wait(ticket: Tensor, inputs: list[Tensor], initial: Tensor | None, program: str) -> list[Tensor]:
-    """The state this rank starts from, [B, H, K, V], and what its program made of it. Takes what `start` took, which lives
-    until here.
-    """
+    """The state this rank starts from, [B, H, K, V], and what its program made of it. What `start` took lives until here."""
     return _pending.pop(int(ticket)).result()
 
 
@@ -193,14 +180,33 @@ def _(ticket: Tensor, inputs: list[Tensor], initial: Tensor | None, program: str
     state = _state_of(program, inputs)
     if program in ("affine", "matrix"):
         return [state, torch.empty_like(state)]
-    columns, through = (inputs[1], inputs[3]) if program == "carry" else (inputs[4], inputs[2])
-    states = state.new_empty(*through.shape[:3], *state.shape[-2:])
-    return [state, states, columns.new_empty(columns.shape), torch.empty_like(state)]
+    return [state, *carried(inputs[1] if program == "carry" else inputs[4], state)]
 
 
-def start(scan: Scan, program: str, inputs: list[Tensor], initial: Tensor | None, linked: Tensor | None) -> Tensor:
+def carried(columns: Tensor, state: Tensor) -> list[Tensor]:
+    """Results of `carry` and `carry_back` as fakes: states of chunks, [B, H, N, C, V] like `columns`, and a state."""
+    states = state.new_empty(*columns.shape[:3], *state.shape[-2:])
+    return [states, columns.new_empty(columns.shape), torch.empty_like(state)]
+
+
+@dataclass(frozen=True)
+class Flight:
+    """States on their way to this rank."""
+
+    ticket: Tensor
+    inputs: list[Tensor]
+    initial: Tensor | None
+    program: str
+
+    def wait(self) -> list[Tensor]:
+        """The state this rank starts from, and the results of its program."""
+        return torch.ops.asp.scan_wait(self.ticket, self.inputs, self.initial, self.program)
+
+
+def start(scan: Scan, program: str, inputs: list[Tensor], initial: Tensor | None, linked: Tensor | None) -> Flight:
     numbers = [scan.rank, scan.ranks, scan.blocks, scan.node, int(scan.reverse)]
-    return torch.ops.asp.scan_start(inputs, initial, linked, program, scan.algorithm, scan.group, numbers)
+    ticket = torch.ops.asp.scan_start(inputs, initial, linked, program, scan.algorithm, scan.group, numbers)
+    return Flight(ticket, inputs, initial, program)
 
 
 def _launched(work: Callable[[], list[Tensor]], device: torch.device) -> Future[list[Tensor]]:

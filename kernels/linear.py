@@ -4,8 +4,7 @@
 
 Γ_t = exp(decay_t) is absent (plain linear attention), a number per head and token (retention, lightning attention, simple GLA,
 Mamba-2) or one per row of the state (GLA, HGRN2, RWKV, Mamba); r_t is absent or takes away what the state predicts (delta
-rule, gated
-delta rule, KDA). A second write per token (RWKV-7, DPLR) is a second token. `exclusive` reads S_{t−1} (RWKV-6).
+rule, gated delta rule, KDA). A second write per token (RWKV-7, DPLR) is a second token. `exclusive` reads S_{t−1} (RWKV-6).
 
 `asp::linear_attention` stands in captured graphs for the whole sequence; `on_rank` is what it becomes on a rank.
 """
@@ -19,14 +18,14 @@ import torch
 from torch import Tensor
 
 from . import all_scan, linear_torch
-from .all_scan import Scan
+from .all_scan import Scan, carried
+from .token_local import owned
 
 TOKENS = 1  # the dimension of tokens in every operand but the initial state
 HEADS = 2
 
 
-@torch.library.custom_op("asp::linear_attention", mutates_args=())
-def linear_attention(
+def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -45,20 +44,14 @@ def linear_attention(
     return _eager(q, k, v, decay, remove, starts, initial, scale, exclusive)[0]
 
 
-@torch.library.custom_op("asp::linear_state", mutates_args=())
-def linear_state(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor | None,
-    remove: Tensor | None,
-    starts: Tensor | None,
-    initial: Tensor | None,
-    scale: float,
-    exclusive: bool,
-) -> Tensor:
-    """The state behind the last token, [B, H, K, V], in float32 or float64. Operands as of `linear_attention`; q is not used."""
-    return _eager(q, k, v, decay, remove, starts, initial, scale, exclusive)[1]
+def _state(*operands: Any) -> Tensor:
+    """The state behind the last token, [B, H, K, V], in float32 or float64. Operands as of `_attention`; q is not used."""
+    return _eager(*operands)[1]
+
+
+_SCHEMA = torch.library.infer_schema(_attention, mutates_args=())
+linear_attention = torch.library.custom_op("asp::linear_attention", _attention, mutates_args=(), schema=_SCHEMA)
+linear_state = torch.library.custom_op("asp::linear_state", _state, mutates_args=(), schema=_SCHEMA)
 
 
 def _eager(*operands: Any) -> tuple[Tensor, Tensor]:
@@ -75,25 +68,18 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return v.new_empty(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=linear_torch.accumulator(v))
 
 
-def _owned(x: Tensor) -> Tensor:
-    """A tensor of its own in the strides that the fake kernels promise."""
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 @torch.library.custom_op("asp::linear_attention_backward", mutates_args=())
 def linear_attention_backward(
     operands: list[Tensor], given: list[bool], grad: Tensor, scale: float, exclusive: bool, state: bool
 ) -> list[Tensor]:
-    """Gradients of the floating-point operands, in order; the function runs once more. `given` says which of the seven there
-    are.
-    """
+    """Gradients of the floating-point operands, in order; the function runs once more. `given`: which of the seven there are."""
     taken = iter(x.detach().requires_grad_(x.is_floating_point()) for x in operands)
     values = [next(taken) if g else None for g in given]
     with torch.enable_grad():
         out = _eager(*values, scale, exclusive)[int(state)]
         wanted = [x for x in values if x is not None and x.requires_grad]
         grads = torch.autograd.grad(out, wanted, grad, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else _owned(g) for x, g in zip(wanted, grads, strict=True)]
+    return [torch.zeros_like(x) if g is None else owned(g) for x, g in zip(wanted, grads, strict=True)]
 
 
 @linear_attention_backward.register_fake
@@ -123,8 +109,6 @@ _differentiable(linear_state, True)
 
 # Stages as operators: a compiler moves what it likes between them -----------------------------------
 
-Fake = Callable[..., list[Tensor]]
-
 
 def _stage(function: Callable[..., Any], fake: Callable[..., Any] | None = None) -> Any:
     name = function.__name__
@@ -145,7 +129,7 @@ def _stage(function: Callable[..., Any], fake: Callable[..., Any] | None = None)
 
 def _dense(x: Tensor) -> Tensor:
     """In the strides that the fake kernels promise, and in memory of its own: operators may not return views."""
-    return x if x.is_contiguous() and x._base is None else _owned(x)
+    return x if x.is_contiguous() and x._base is None else owned(x)
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -163,16 +147,11 @@ def _accumulated(heads_of: Tensor, k: Tensor, columns: int, decay: Tensor | None
     return [k.new_empty(s, dtype=linear_torch.accumulator(k)) for s in sizes]
 
 
-def _carried(columns: Tensor, state: Tensor) -> list[Tensor]:
-    states = state.new_empty(*columns.shape[:3], *state.shape[-2:])
-    return [states, torch.empty_like(columns, memory_format=torch.contiguous_format), torch.empty_like(state)]
-
-
 begin = _stage(linear_torch.begin, lambda k, v, decay, starts: _accumulated(v, k, v.shape[-1], decay))
 begin_removing = _stage(linear_torch.begin_removing)
 inside = _stage(linear_torch.inside)
 finish = _stage(linear_torch.finish)
-carry = _stage(linear_torch.carry, lambda read, values, write, through, found: _carried(values, found))
+carry = _stage(linear_torch.carry, lambda read, values, write, through, found: carried(values, found))
 summary = _stage(
     linear_torch.summary,
     lambda read, values, write, through: [
@@ -184,7 +163,7 @@ begin_back = _stage(
     lambda q, decay, starts, grad, scale, exclusive: _accumulated(grad, q, grad.shape[-1], decay),
 )
 begin_removing_back = _stage(linear_torch.begin_removing_back)
-carry_back = _stage(linear_torch.carry_back, lambda read, write, through, asked, du, found: _carried(du, found))
+carry_back = _stage(linear_torch.carry_back, lambda read, write, through, asked, du, found: carried(du, found))
 inside_back = _stage(linear_torch.inside_back)
 finish_back = _stage(linear_torch.finish_back)
 
@@ -211,44 +190,44 @@ class LinearAttention(torch.autograd.Function):
         scan: Scan,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        trip = _Trip.begun(scan, k, v, decay, remove, starts, initial, linked)
+        program, local, inputs = _begun(scan, k, v, decay, remove, starts)
+        flight = all_scan.start(scan, program, inputs, initial, linked)
         weights = inside(q, k, decay, starts, v.shape[2], scale, exclusive)
-        found, states, u, end = trip.ended(remove is not None)
+        found, *made = flight.wait()
+        states, u, end = made if program == "carry" else _states(program, local, found)
         out = finish(q, v, decay, starts, weights, u, states, scale, exclusive)
-        ctx.save_for_backward(
-            q, k, v, decay, remove, starts, initial, linked, found, *((weights, states, u, end) if keep else ())
-        )
-        ctx.scale, ctx.exclusive, ctx.scan = scale, exclusive, scan
+        held = (weights, states, u, end, *_for_backward(program, local, inputs)) if keep else ()
+        ctx.save_for_backward(q, k, v, decay, remove, starts, initial, linked, found, *held)
+        ctx.scale, ctx.exclusive, ctx.scan, ctx.program = scale, exclusive, scan, program
         return out, end
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, dend: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        q, k, v, decay, remove, starts, initial, linked, found, *kept = ctx.saved_tensors
+        q, k, v, decay, remove, starts, initial, linked, found, *held = ctx.saved_tensors
         options, back = (ctx.scale, ctx.exclusive), ctx.scan.back()
-        heads = v.shape[2]
-        here = None if remove is None else begin_removing(k, v, decay, remove, starts)
-        if kept:
-            weights, states, u, end = kept
-        else:
-            weights = inside(q, k, decay, starts, heads, *options)
-            states, u, end = _again(k, v, decay, starts, here, found)
-        if here is None:
+        if held:
+            weights, states, u, end, *local = held
+        else:  # once more, from the state this rank found: nothing travels
+            weights = inside(q, k, decay, starts, v.shape[2], *options)
+            program, whole, inputs = _begun(ctx.scan, k, v, decay, remove, starts)
+            states, u, end = _states(program, whole, found)
+            local = _for_backward(program, whole, inputs)
+        if ctx.program == "affine":
             leaving, reach, asked, total = begin_back(q, decay, starts, grad, *options)
-            ticket = all_scan.start(back, "affine", [total, asked], dend, linked)
-            dread, dwrite, du = inside_back(q, k, v, decay, starts, grad, weights, u, states, *options)
-            found, first = all_scan.scan_wait(ticket, [total, asked], dend, "affine")
-            leaving = linear_torch.arrive(leaving, reach, found)
+            program, inputs = "affine", [total, asked]
         else:
-            read, _, write, through = here
+            read, write, through, *matrix = local
             asked, du = begin_removing_back(q, decay, starts, grad, weights, *options)
             program, inputs = "carry back", [read, write, through, asked, du]
-            if back.algorithm != "chain":
-                zero = torch.zeros_like(end)
-                matrix = summary(*here)[0]
-                program, inputs = "matrix", [matrix.transpose(-1, -2).contiguous(), carry_back(*inputs, zero)[2]]
-            ticket = all_scan.start(back, program, inputs, dend, linked)
-            dread, dwrite = inside_back(q, k, v, decay, starts, grad, weights, u, states, *options)
-            found, *made = all_scan.scan_wait(ticket, inputs, dend, program)
+            if matrix:
+                first = carry_back(*inputs, torch.zeros_like(end))[2]
+                program, inputs = "matrix", [matrix[0].transpose(-1, -2).contiguous(), first]
+        flight = all_scan.start(back, program, inputs, dend, linked)
+        dread, dwrite, *own = inside_back(q, k, v, decay, starts, grad, weights, u, states, *options)
+        found, *made = flight.wait()
+        if program == "affine":
+            leaving, du, first = linear_torch.arrive(leaving, reach, found), own[0], made[0]
+        else:
             leaving, du, first = made if program == "carry back" else carry_back(read, write, through, asked, du, found)
         dq, dk, dv, *rest = finish_back(q, k, v, decay, remove, starts, dread, dwrite, du, u, states, end, leaving, *options)
         given = iter(rest)
@@ -261,54 +240,29 @@ class LinearAttention(torch.autograd.Function):
         return dq, dk, dv, ddecay, dremove, None, dinitial, None, None, None, None, None
 
 
-class _Trip:
-    """A state on its way to this rank."""
-
-    def __init__(
-        self, inputs: list[Tensor], program: str, ticket: Tensor, initial: Tensor | None, local: Sequence[Tensor]
-    ) -> None:
-        self._inputs, self._program, self._ticket, self._initial, self._local = inputs, program, ticket, initial, local
-
-    @classmethod
-    def begun(
-        cls,
-        scan: Scan,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor | None,
-        remove: Tensor | None,
-        starts: Tensor | None,
-        initial: Tensor | None,
-        linked: Tensor | None,
-    ) -> _Trip:
-        if remove is None:
-            local = begin(k, v, decay, starts)
-            program, inputs = "affine", [local[3], local[2]]
-        else:
-            local = begin_removing(k, v, decay, remove, starts)
-            program, inputs = "carry", list(local)
-            if scan.algorithm != "chain":
-                program, inputs = "matrix", summary(*local)
-        return cls(inputs, program, all_scan.start(scan, program, inputs, initial, linked), initial, local)
-
-    def ended(self, removing: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """The state found, those that each chunk finds, u where it is not v, and the last."""
-        found, *made = all_scan.scan_wait(self._ticket, self._inputs, self._initial, self._program)
-        if not removing:
-            return found, linear_torch.arrive(self._local[0], self._local[1], found), None, made[0]
-        states, u, end = made if self._program == "carry" else carry(*self._local, found)
-        return found, states, u, end
+def _begun(
+    scan: Scan, k: Tensor, v: Tensor, decay: Tensor | None, remove: Tensor | None, starts: Tensor | None
+) -> tuple[str, list[Tensor], list[Tensor]]:
+    """The program of the scan, what is known of this rank's chunks without a state, and the program's inputs."""
+    if remove is None:
+        local = begin(k, v, decay, starts)
+        return "affine", local, [local[3], local[2]]
+    local = begin_removing(k, v, decay, remove, starts)
+    return ("carry", local, local) if scan.algorithm == "chain" else ("matrix", local, summary(*local))
 
 
-def _again(
-    k: Tensor, v: Tensor, decay: Tensor | None, starts: Tensor | None, here: Sequence[Tensor] | None, found: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """States, u and the last state once more, from the state this rank found: nothing travels."""
-    if here is not None:
-        states, u, end = carry(*here, found)
-        return states, u, end
-    states, reach, end, total = begin(k, v, decay, starts)
-    return linear_torch.arrive(states, reach, found), None, torch.addcmul(end, total, found)
+def _states(program: str, local: Sequence[Tensor], found: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The states that chunks find, u where it is not v, and the last state, from the one this rank found."""
+    if program == "affine":
+        states, reach, end, total = local
+        return linear_torch.arrive(states, reach, found), None, torch.addcmul(end, total, found)
+    states, u, end = carry(*local, found)
+    return states, u, end
+
+
+def _for_backward(program: str, local: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Of a program that removes: read, write and through, and the matrix where there is one."""
+    return [] if program == "affine" else [local[0], local[2], local[3], *(inputs[:1] if program == "matrix" else ())]
 
 
 def on_rank(
@@ -326,32 +280,13 @@ def on_rank(
     places: Sequence[int],
     group: str,
     keep: bool,
+    state: bool,
 ) -> Tensor:
-    """o of this rank's tokens. Operands of `linear_attention`, then those of `Scan`: places are (rank, ranks, blocks, node).
+    """o of this rank's tokens; or, with `state`, its term of the last state: a sum over ranks to which only the last one adds.
 
-    keep: hold what the chunks computed for the backward pass; else only the state found is held.
+    Operands of `linear_attention`, then those of `Scan`: places are (rank, ranks, blocks, node). keep: hold what the chunks
+    computed for the backward pass; else only the state found is held.
     """
     scan = Scan.at(algorithm, places, group)
-    return LinearAttention.apply(q, k, v, decay, remove, starts, initial, linked, scale, exclusive, scan, keep)[0]
-
-
-def state_on_rank(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor | None,
-    remove: Tensor | None,
-    starts: Tensor | None,
-    initial: Tensor | None,
-    linked: Tensor | None,
-    scale: float,
-    exclusive: bool,
-    algorithm: str,
-    places: Sequence[int],
-    group: str,
-    keep: bool,
-) -> Tensor:
-    """This rank's term of the last state: a sum over ranks to which only the last one adds."""
-    scan = Scan.at(algorithm, places, group)
-    end = LinearAttention.apply(q, k, v, decay, remove, starts, initial, linked, scale, exclusive, scan, keep)[1]
-    return end * float(scan.rank == scan.ranks - 1)
+    out, end = LinearAttention.apply(q, k, v, decay, remove, starts, initial, linked, scale, exclusive, scan, keep)
+    return end * float(scan.rank == scan.ranks - 1) if state else out

@@ -7,10 +7,9 @@ Within a chunk that finds the state S [K, V], with Γ_i the product of decays up
     S'  = Γ_C S + Σ_j (Γ_C/Γ_j) k_j u_jᵀ
 
 r removes what the state predicts (the delta rule); without it u = v. The mathematics and the gradients stand in
-docs/linear.md. The work
-is cut into stages, so that everything within chunks can run while the state of the ranks before is on its way:
-`begin` (nothing of the state), `carry` (the state through all chunks, with `remove`) or `arrive` (without), `finish`; and
-backward the same.
+docs/linear.md. The work is cut into stages, so that everything within chunks can run while the state of the ranks before is
+on its way: `begin` (nothing of the state), `carry` (the state through all chunks, with `remove`) or `arrive` (without),
+`finish`; and backward the same.
 
 Every exponent is ≤ 0: decays are logarithms ≤ 0, Γ_i/Γ_j is only taken for j ≤ i, and what a mask hides never meets an
 exponential.
@@ -185,8 +184,7 @@ def begin(k: Tensor, v: Tensor, decay: Tensor | None, starts: Tensor | None) -> 
     """Without `remove`: states from zero and what is left of an entering one.
 
     states [B, H, N, K, V]: what each chunk finds; reach [B, H, N, 1 or K, 1]: what is left there of the state before the
-    first chunk;
-    end [B, H, K, V] and total [B, H, 1 or K, 1]: the same behind the last chunk.
+    first chunk; end [B, H, K, V] and total [B, H, 1 or K, 1]: the same behind the last chunk.
     """
     heads = v.shape[2]
     gates = Gates.of(decay, starts, heads)
@@ -314,8 +312,7 @@ def finish_back(
     """Gradients of q, k, v, then of decay and remove where they are given.
 
     dread, dwrite, du: from `inside_back`, with `remove` du from `carry_back`; u and states as in `finish`; end [B, H, K, V]:
-    the last
-    state; leaving: cotangents of the states that chunks leave.
+    the last state; leaving: cotangents of the states that chunks leave.
     """
     heads = v.shape[2]
     gates = Gates.of(decay, starts, heads)

@@ -28,10 +28,10 @@ def call(tokens: list[Tensor], weights: list[Tensor], key: str) -> Tensor:
 @torch.library.custom_op("asp::token_local", mutates_args=())
 def token_local(tokens: list[Tensor], weights: list[Tensor], key: str) -> Tensor:
     """The function as one operator; the result has the shape and type of the first token tensor."""
-    return _owned(call(tokens, weights, key))
+    return owned(call(tokens, weights, key))
 
 
-def _owned(x: Tensor) -> Tensor:
+def owned(x: Tensor) -> Tensor:
     """A copy in the strides that the fake kernels promise: compiled code reads memory by these."""
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -54,7 +54,7 @@ def token_local_backward(grad: Tensor, tokens: list[Tensor], weights: list[Tenso
         return call(taken[: len(tokens)], taken[len(tokens) :], key)
 
     _, pull = torch.func.vjp(of, *(operands[i] for i in wanted))
-    return [_owned(g) for g in pull(grad)]
+    return [owned(g) for g in pull(grad)]
 
 
 @token_local_backward.register_fake

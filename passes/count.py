@@ -13,6 +13,7 @@ from ..cost_model.plan import Collective
 from ..kernels import blocks, comm, linear, prefix
 from ..kernels.layout import Layout, Shards, lacking, size
 from .lower import Lowering
+from .relation import shape
 
 
 def collectives(low: Lowering) -> tuple[Collective, ...]:
@@ -42,7 +43,6 @@ _PURPOSE = {
     "sync": "parameter gradients",
     "block_attention": "blocks of attention",
     "on_rank": "states of linear attention",
-    "state_on_rank": "states of linear attention",
 }
 
 
@@ -119,13 +119,11 @@ def _travelled(node: fx.Node, low: Lowering) -> tuple[int, int]:
 
 def _state(node: fx.Node, low: Lowering) -> tuple[int, int]:
     """As if every document went on: which do is only known of a batch."""
-    k, v, decay, remove = (x.meta["val"] if isinstance(x, fx.Node) else None for x in node.args[1:5])
-    assert k is not None and v is not None
+    q, k, v, decay, remove = (shape(x) if isinstance(x, fx.Node) else None for x in node.args[:5])
+    assert q and k and v
     algorithm, (_, ranks, _, close) = node.args[10:12]  # type: ignore[misc]
-    decays = 0 if decay is None else 1 if decay.dim() == 3 else decay.shape[3]
-    sizes = states.LinearAttention(
-        v.shape[0], v.shape[2], 1, 1, 0, k.shape[3], v.shape[3], decays, remove is not None, v.element_size(), ranks, close
-    )  # fmt: skip
+    width = node.args[2].meta["val"].element_size()  # type: ignore[union-attr]
+    sizes = states.LinearAttention.of(q, k, v, decay, remove, width, ranks, close)
     return states.BY_ALGORITHM[algorithm](sizes)
 
 
@@ -156,5 +154,4 @@ _COUNTS: dict[Any, Any] = {
     comm.sync: _synced,
     torch.ops.asp.block_attention.default: _travelled,
     linear.on_rank: _state,
-    linear.state_on_rank: _state,
 }

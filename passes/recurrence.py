@@ -35,13 +35,11 @@ class Recurrent:
 
     @property
     def sizes(self) -> states.LinearAttention:
-        q, k, v, decay, remove = (shape(x) if isinstance(x, fx.Node) else () for x in self.node.args[:5])
-        decays = 0 if not decay else 1 if len(decay) == 3 else decay[3]
+        q, k, v, decay, remove = (shape(x) if isinstance(x, fx.Node) else None for x in self.node.args[:5])
+        assert q and k and v
         width = self.node.args[2].meta["val"].element_size()  # type: ignore[union-attr]
         ranks = self.layout.ranks
-        return states.LinearAttention(
-            v[0], v[2], q[2], k[2], v[1], k[3], v[3], decays, bool(remove), width, ranks, neighbours(ranks)
-        )  # fmt: skip
+        return states.LinearAttention.of(q, k, v, decay, remove, width, ranks, neighbours(ranks))
 
     @property
     def what(self) -> str:
@@ -68,9 +66,7 @@ def neighbours(ranks: int) -> int:
 
 @dataclass(frozen=True)
 class RecurrentStrategy:
-    """One row of `RECURRENT`, to be read beside `cost_model.states.LINEAR_COSTS`. inapplicable: why it cannot be taken, or
-    None.
-    """
+    """One row of `RECURRENT`, to be read beside `cost_model.states.LINEAR_COSTS`. inapplicable: why it cannot apply, or None."""
 
     lower: Callable[[Recurrent, SiteContext], Recipe]
     inapplicable: Callable[[Recurrent], str | None] = lambda site: None
@@ -100,8 +96,7 @@ def _scanned(algorithm: str, site: Recurrent, ctx: SiteContext) -> Recipe:
 def _computed(b: Builder, node: fx.Node, values: Sequence[fx.Node | None], places: tuple[str, tuple[int, ...], str]) -> fx.Node:
     """Under activation checkpointing only the state found is held, and nothing travels again."""
     again = "recompute" in node.meta
-    target = linear.state_on_rank if node.target is STATE else linear.on_rank
-    out = b.call(target, *values, *node.args[7:9], *places, not again)
+    out = b.call(linear.on_rank, *values, *node.args[7:9], *places, not again, node.target is STATE)
     if again:
         out.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return out

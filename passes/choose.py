@@ -18,7 +18,7 @@ from .place import Types
 from .recurrence import RECURRENT, Recurrent
 from .relation import shape
 from .rules.linear import STATE
-from .sites import SiteContext
+from .sites import SiteContext, batch
 from .strategies import LOWERINGS
 
 STRATEGIES = tuple(dict.fromkeys([*LOWERINGS, *RECURRENT]))
@@ -117,23 +117,20 @@ def _sizes(region: Region, ctx: SiteContext) -> Attention:
     """The region's sizes, read off the activations that enter it."""
     rows = [use for use in region.leaves if use[1].row is not None and use[1].col is None and ctx.travels(use)]
     cols = [use for use in region.leaves if use[1].col is not None and use[1].row is None and ctx.travels(use)]
-    out = shape(region.closing)
-    batch = 1
-    for d, size in enumerate(out[:-1]):
-        batch *= size if d not in (region.axes.row, region.axes.head) else 1
+    many = batch(region)
 
     def inner(use: Use) -> int:
         node, axes = use
         held = [shape(node)[d] for d in (axes.row, axes.col, axes.head) if d is not None]
         count = node.meta["val"].numel()
-        for size in (*held, batch):
+        for size in (*held, many):
             count //= max(1, size)
         return max(1, count)
 
     groups = max((region.groups.get(use, 1) for use in cols), default=1)
     dims = [inner(use) for use in cols]
     return Attention(
-        batch,
+        many,
         region.heads,
         region.heads // groups,
         region.row.length,

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..kernels import comm, random
+from ..kernels import comm
 from .capture import Captured
 from .facts import Facts
 from .mask import Extra
 from .place import Decisions
 from .placement import Placement, R, Replicate, Shard, V, Varying
-from .relation import shape
+from .rules.base import OnRank, rerun
 
 aten = torch.ops.aten
 BUCKET_BYTES = 32 << 20  # gradients reduced together: large enough for bandwidth, small enough to start early
@@ -50,7 +50,7 @@ class Spread:
 
 
 @dataclass
-class Lowering:
+class Lowering(OnRank):
     """A rank's graph under construction; rules emit into it."""
 
     captured: Captured
@@ -90,21 +90,7 @@ class Lowering:
             return self.synced.get((node, R), self.inputs[node])
         if node.op == "get_attr":
             return self.graph.get_attr(str(node.target))
-        taken = iter(values)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(taken))
-        return self.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
-
-    def sizes(self, node: fx.Node, out: Placement) -> list[Any]:
-        return out.local_shape(shape(node), self.rank) if isinstance(out, Shard) else list(shape(node))
-
-    def where(self, node: fx.Node, out: Placement) -> list[Any]:
-        at: list[Any] = [0] * len(shape(node))
-        if isinstance(out, Shard):
-            at[out.dim] = self.call(random.positions, out.held_positions[self.rank], node.meta["val"].device)
-        return at
-
-    def split(self, node: fx.Node, out: Placement) -> set[int]:
-        return {out.dim} if isinstance(out, Shard) and self.ranks > 1 else set()
+        return rerun(self, node, values)
 
     def seed(self) -> fx.Node:
         return self._extra("seed", "seed")

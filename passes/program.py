@@ -18,7 +18,7 @@ from .detect import SDPA, Axes, Region, Use
 from .form import Form
 from .place import rule
 from .relation import operands, shape
-from .rules.base import argument
+from .rules.base import argument, rerun
 from .rules.pointwise import site_salt
 
 aten = torch.ops.aten
@@ -66,9 +66,7 @@ class ProgramBuilder:
         return self.graph.call_function(target, args, kwargs)
 
     def run(self, node: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
-        taken = iter(values)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(taken))
-        return self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        return rerun(self, node, values)
 
     def sizes(self, node: fx.Node, axes: Any) -> list[Any]:
         sizes: list[Any] = list(shape(node))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
+from ...kernels import random
 from ..placement import P, Pairwise, Placement, Shard, V
 from ..relation import Relation, Summed, operands, shape
 
@@ -53,6 +54,29 @@ class Builder(Protocol):
     def of_batch(self, what: Any) -> fx.Node:
         """What the step's batch says on the host (`mask.Extra`): what rows see, where documents go on."""
         ...
+
+
+class OnRank:
+    """What builders of a rank's local graph have in common: of a split value, the rank holds its part."""
+
+    def sizes(self: Builder, node: fx.Node, out: Placement) -> list[Any]:
+        return out.local_shape(shape(node), self.rank) if isinstance(out, Shard) else list(shape(node))
+
+    def where(self: Builder, node: fx.Node, out: Placement) -> list[Any]:
+        at: list[Any] = [0] * len(shape(node))
+        if isinstance(out, Shard):
+            at[out.dim] = self.call(random.positions, out.held_positions[self.rank], node.meta["val"].device)
+        return at
+
+    def split(self: Builder, node: fx.Node, out: Placement) -> set[int]:
+        return {out.dim} if isinstance(out, Shard) and self.ranks > 1 else set()
+
+
+def rerun(b: Builder, node: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
+    """The node's own operator on `values` in place of its operands."""
+    taken = iter(values)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(taken))
+    return b.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
 
 
 Emit = Callable[[Builder, Sequence[fx.Node]], fx.Node]

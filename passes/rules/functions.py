@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...kernels import comm, custom_function, random
+from ...kernels import comm, custom_function
 from ...kernels.custom_function import Bodies
 from ..placement import P, Partial, Placement, R, Replicate, Shard, V
 from ..relation import Dims, operands, shape
-from .base import Builder, Recipe, Rule, is_split
+from .base import Builder, OnRank, Recipe, Rule, is_split, rerun
 
 aten = torch.ops.aten
 
@@ -179,7 +179,7 @@ _LINEAR |= {aten.clone, aten.contiguous, aten.alias, aten.detach, aten.sum, aten
 
 
 @dataclass
-class _Part:
+class _Part(OnRank):
     """A body on one rank; rules emit into it."""
 
     rank: int
@@ -216,21 +216,7 @@ class _Part:
     def run(self, node: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
         if node.op == "get_attr":
             return self.graph.get_attr(str(node.target))
-        taken = iter(values)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(taken))
-        return self.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
-
-    def sizes(self, node: fx.Node, out: Placement) -> list[Any]:
-        return out.local_shape(shape(node), self.rank) if isinstance(out, Shard) else list(shape(node))
-
-    def where(self, node: fx.Node, out: Placement) -> list[Any]:
-        at: list[Any] = [0] * len(shape(node))
-        if isinstance(out, Shard):
-            at[out.dim] = self.call(random.positions, out.held_positions[self.rank], node.meta["val"].device)
-        return at
-
-    def split(self, node: fx.Node, out: Placement) -> set[int]:
-        return {out.dim} if isinstance(out, Shard) and self.ranks > 1 else set()
+        return rerun(self, node, values)
 
     def seed(self) -> fx.Node:
         raise _NotLocal("it draws random numbers")

@@ -16,9 +16,7 @@ torch's own ring attention, on the CPU kernel. Every contender's output is compa
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,8 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
@@ -42,7 +38,7 @@ from autosp.kernels.comm import take
 from autosp.kernels.layout import Layout, contiguous, head_tail
 from autosp.kernels.schedule import Tile, Tiling, owner_computes
 from autosp.kernels.sight import Causal
-from benchmarks.timing import measure, rows
+from benchmarks.timing import arguments, finish, measure, rows, table
 
 aten = torch.ops.aten
 SEQ, HEADS, HEAD_DIM = 4096, 8, 64
@@ -237,29 +233,10 @@ def contenders(problem: Problem, mesh: DeviceMesh, only: Sequence[str]) -> dict[
     return found
 
 
-def table(found: Sequence[dict[str, Any]], kv_heads: Sequence[int]) -> Table:
-    shown = Table(title=f"S={SEQ}, H={HEADS}, D={HEAD_DIM}, float32, {dist.get_world_size()} ranks: median (quartiles)")
-    shown.add_column("")
-    for n in kv_heads:
-        shown.add_column(f"H_kv={n}, ms", justify="right")
-        shown.add_column("÷ compute alone", justify="right")
-    for name in dict.fromkeys(row["name"] for row in found):
-        cells = []
-        for n in kv_heads:
-            row = next(row for row in found if (row["name"], row["kv_heads"]) == (name, n))
-            (a, b, c), (x, y, z) = row["ms"], row["ratio"]
-            cells += [f"{b:.0f} ({a:.0f}..{c:.0f})", f"{y:.2f} ({x:.2f}..{z:.2f})"]
-        shown.add_row(name, *cells)
-    return shown
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = arguments(__doc__)
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[8, 2])
     parser.add_argument("--only", nargs="+", default=[], help="contenders beside compute alone")
-    parser.add_argument("--patience", type=float, default=120, help="seconds to wait for others to be quiet")
-    parser.add_argument("--out", type=Path, help="a file that takes one JSON line for each row")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -269,12 +246,9 @@ def main() -> None:
         problem = Problem(kv_heads, dist.get_rank(), dist.get_world_size())
         steps = {name: contender.step for name, contender in contenders(problem, mesh, args.only).items()}
         found += rows(measure(steps, args.rounds, args.patience), ALONE, kv_heads=kv_heads)
-    if problem.rank == 0:
-        Console(width=130).print(table(found, args.kv_heads))
-        if args.out is not None:
-            args.out.write_text("".join(json.dumps(row) + "\n" for row in found))
-    dist.barrier()  # a rank that leaves early takes its connections with it
-    dist.destroy_process_group()
+    heads = {n: f"H_kv={n}" for n in args.kv_heads}
+    title = f"S={SEQ}, H={HEADS}, D={HEAD_DIM}, float32"
+    finish(table(title, found, "kv_heads", heads, "compute alone"), found, args.out)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import os
 import statistics
 import time
@@ -13,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
 
 FOREIGN = 0.1  # of the cores' time: a timing during which other processes had more is taken again
 LOOK = 0.2  # seconds for which they must have had less before a timing starts
@@ -87,3 +91,41 @@ def rows(timings: Mapping[str, list[Timing]], alone: Sequence[str], **labels: An
         foreign = round(statistics.mean(t.foreign for t in each), 3)
         out.append({**labels, "name": name, "rounds": len(each), "foreign": foreign, "ms": ms, "ratio": ratio})
     return out
+
+
+# A benchmark's command -----------------------------------------------------------------------------
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--patience", type=float, default=120, help="seconds to wait for others to be quiet")
+    parser.add_argument("--out", type=Path, help="a file that takes one JSON line for each row")
+    return parser
+
+
+def table(title: str, found: Sequence[dict[str, Any]], key: str, heads: Mapping[Any, str], unit: str) -> Table:
+    """A row for each contender; for each value of the label `key` its milliseconds and their ratio to `unit`."""
+    shown = Table(title=f"{title}, {dist.get_world_size()} ranks: median (quartiles)")
+    shown.add_column("")
+    for head in heads.values():
+        shown.add_column(f"{head}, ms", justify="right")
+        shown.add_column(f"÷ {unit}", justify="right")
+    for name in dict.fromkeys(row["name"] for row in found):
+        cells = []
+        for value in heads:
+            row = next(row for row in found if (row["name"], row[key]) == (name, value))
+            (a, b, c), (x, y, z) = row["ms"], row["ratio"]
+            cells += [f"{b:.0f} ({a:.0f}..{c:.0f})", f"{y:.2f} ({x:.2f}..{z:.2f})"]
+        shown.add_row(name, *cells)
+    return shown
+
+
+def finish(shown: Table, found: Sequence[dict[str, Any]], out: Path | None) -> None:
+    """Print and write on rank 0, and leave together."""
+    if dist.get_rank() == 0:
+        Console(width=150).print(shown)
+        if out is not None:
+            out.write_text("".join(json.dumps(row) + "\n" for row in found))
+    dist.barrier()  # a rank that leaves early takes its connections with it
+    dist.destroy_process_group()

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from conftest import FULL
-from direct import Lowered
-from test_zoo import errors_of
-from torch.distributed.device_mesh import DeviceMesh
+from test_zoo import run, run_all
 
 from autosp import check, zoo
-from autosp.check import Report, check_on_rank
-from autosp.model_spec import ModelSpec
 from autosp.passes.recurrence import RECURRENT
 from pool import Pool
 
@@ -30,18 +24,6 @@ def every_strategy() -> list[tuple[str, int, int]]:
     return [(family, 2 + i % 3, LENGTHS[i % 2]) for i, family in enumerate(NAMED)]
 
 
-def run_all(mesh: DeviceMesh, family: str, length: int, strategies: tuple[str, ...]) -> dict[str, tuple[float, Any]]:
-    """By strategy: the largest relative error of loss, gradients and buffers on this rank, and the plan."""
-    build = ModelSpec(family, length)
-    module, inputs = build(0)
-    reference = check._shared_reference(build, 1, mesh)
-    lowered, found = Lowered(module, mesh, strategies), {}
-    for strategy in strategies:
-        lowered.strategy = strategy
-        found[strategy] = errors_of(module, lowered, inputs, reference), lowered.plan
-    return found
-
-
 @pytest.mark.parametrize(("family", "ranks", "length"), every_strategy())
 def test_families_are_exact_under_every_strategy(pool: Pool, family: str, ranks: int, length: int) -> None:
     strategies = STRATEGIES if FULL else TURNS[ranks % 2]
@@ -54,10 +36,6 @@ def test_families_are_exact_under_every_strategy(pool: Pool, family: str, ranks:
         assert plan.fallbacks == (), plan
         if strategy in RECURRENT:
             assert all(site.strategy == strategy or site.note for site in linear), plan
-
-
-def run(mesh: DeviceMesh, family: str, length: int, strategy: str | None) -> Report:
-    return check_on_rank(ModelSpec(family, length), mesh, strategy=strategy)
 
 
 @pytest.mark.parametrize(("family", "strategy"), [("qwen3_next", "all-scan"), ("mamba2", None), ("falcon_h1", "gather-states")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -41,31 +42,26 @@ def strategies_for(family: str) -> tuple[str, ...]:
     )
 
 
-def run_all(mesh: DeviceMesh, family: str, length: int) -> dict[str, tuple[float, Any]]:
+def run_all(mesh: DeviceMesh, family: str, length: int, strategies: Sequence[str]) -> dict[str, tuple[float, Any]]:
     """By strategy: the largest relative error of loss, gradients and buffers on this rank, and the plan."""
     build = ModelSpec(family, length)
     module, inputs = build(0)
     reference = check._shared_reference(build, 1, mesh)
-    lowered, found = Lowered(module, mesh, strategies_for(family)), {}
-    for strategy in lowered.strategies:
+    lowered, found = Lowered(module, mesh, strategies), {}
+    for strategy in strategies:
         lowered.strategy = strategy
-        found[strategy] = errors_of(module, lowered, inputs, reference), lowered.plan
+        module.zero_grad()
+        torch.manual_seed(0)
+        with Float64() if reference.casts else contextlib.nullcontext():
+            loss = loss_of(call(lowered, inputs))
+        loss.backward()
+        found[strategy] = max(check._errors(module, loss, reference, 0, 1).values()), lowered.plan
     return found
-
-
-def errors_of(module: torch.nn.Module, lowered: Lowered, inputs: Any, reference: check.Reference) -> float:
-    """The largest relative error of one step's loss, gradients and buffers."""
-    module.zero_grad()
-    torch.manual_seed(0)
-    with Float64() if reference.casts else contextlib.nullcontext():
-        loss = loss_of(call(lowered, inputs))
-    loss.backward()
-    return max(check._errors(module, loss, reference, 0, 1).values())
 
 
 @pytest.mark.parametrize(("family", "ranks", "length"), every_strategy())
 def test_families_are_exact_under_every_strategy(pool: Pool, family: str, ranks: int, length: int) -> None:
-    everyone = pool.run(run_all, family, length, on=ranks, timeout=280)
+    everyone = pool.run(run_all, family, length, strategies_for(family), on=ranks, timeout=280)
     tolerance = check.GRAD_TOLERANCE[zoo.default_dtype(family)]
     assert {s: e for rank in everyone for s, (e, _) in rank.items() if not e <= tolerance} == {}
     for strategy, (_, plan) in everyone[0].items():
@@ -87,7 +83,7 @@ def compiled() -> list[tuple[str, int, int, str]]:
     return few + [(f, 2, LENGTHS[i % 2], turns[i % len(turns)]) for i, f in enumerate(zoo.FAMILIES)]
 
 
-def run(mesh: DeviceMesh, family: str, length: int, strategy: str) -> Report:
+def run(mesh: DeviceMesh, family: str, length: int, strategy: str | None) -> Report:
     return check_on_rank(ModelSpec(family, length), mesh, strategy=strategy)
 
 

@@ -38,8 +38,9 @@ def parallelize(
     mesh: DeviceMesh with an axis `sp` and optionally `dp` before it; default: at the first call, that of
         `autosp.use_mesh`, else one axis over the default process group.
     compiler: "inductor", or "aot_eager" (no code generation: quick to start, slower to run).
-    strategy: None to let autosp choose for each attention, or "all-to-all", "gather-kv", "ring" or "ring-a2a" (both hold the
-        sequence in head-tail order), "balanced-ring", "halo" for all that it can apply to.
+    strategy: None to let autosp choose for each attention, or one for all that it can apply to: "all-to-all", "gather-kv",
+        "ring" or "ring-a2a" (both hold the sequence in head-tail order), "balanced-ring", "halo"; for linear attention
+        "all-scan", "log-step", "two-level", "gather-states", "all-to-all".
     outputs: "local" leaves outputs that carry the sequence as each rank's own part (the plan says which, and in which layout),
         "gather" returns them whole, in order, on every rank.
     grad_sync: "autosp" sums parameter gradients over sp and averages them over dp; "external" leaves averaging over

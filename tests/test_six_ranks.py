@@ -8,7 +8,6 @@ import torch
 from direct import Lowered
 from models import MODELS
 from test_zoo import run_all as run_family
-from test_zoo import strategies_for
 from torch.distributed.device_mesh import DeviceMesh
 from twins import EXACT, gradient_error, step
 
@@ -22,7 +21,7 @@ def all_of_it(mesh: DeviceMesh) -> tuple[dict[str, float], dict[str, tuple[str, 
     """Errors by model and strategy on this rank; and how ring-a2a was taken: the places of its ring."""
     errors, rings = {}, {}
     for family in ("llama", "mistral"):
-        for strategy, (error, plan) in run_family(mesh, family, 101, strategies_for(family)).items():
+        for strategy, (error, plan) in run_family(mesh, family, 101, STRATEGIES).items():
             errors[f"{family} {strategy} {sorted({s.strategy for s in plan.sites})}"] = error
     for name in ("gqa_sdpa", "odd_gqa"):  # 2 and 3 key/value heads
         plain, inputs = MODELS[name](101, 2, torch.float64)

@@ -3,7 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
-SOURCES := $(sort $(wildcard autosp/*.py autosp/py.typed passes/*.py passes/rules/*.py kernels/*.py cost_model/*.py cost_model/*.toml))
+SOURCES := $(sort $(wildcard autosp/*.py autosp/py.typed passes/*.py passes/rules/*.py kernels/*.py cost_model/*.py cost_model/machines/*.toml))
 LINT := autosp passes kernels cost_model tests $(wildcard examples benchmarks)
 # Ranks are processes; more threads than cores only slow them down.
 export OMP_NUM_THREADS ?= 1

@@ -1,19 +1,32 @@
-"""What a machine can do: every number with its unit and where it comes from. One TOML file a machine."""
+"""What a machine can do: every number with its unit and where it comes from. One TOML file a machine.
+
+A number in a file is `{ value = 3.35, unit = "TB/s", source = ".." }`: a unit may have a prefix, values here never have one.
+Sources name a document, a measurement, or say "assumed: why".
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 TABLES = Path(__file__).parent / "machines"
 KERNELS = ("matmul", "attention_forward", "attention_backward", "linear_forward", "linear_backward")
-COLLECTIVES = ("p2p", "all_to_all", "all_gather", "all_reduce")
+COLLECTIVES = ("p2p", "all_to_all", "all_gather", "all_reduce", "reduce_scatter")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+ALIASES = {"a100": "a100-80", "h100-sxm": "h100", "h200-sxm": "h200", "mi300": "mi300x"}
+PREFIXES = {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+TABLE_KEYS = {"peak": DTYPES, "efficiency": KERNELS, "launch": KERNELS}
+UNITS = {  # by the first or the last part of a number's name
+    "memory": "B", "bandwidth": "B/s", "overlap": "share", "peak": "FLOP/s", "efficiency": "share", "launch": "s",
+    "latency": "s", "message": "s",
+}  # fmt: skip
 
 
 class HardwareError(ValueError):
@@ -31,8 +44,11 @@ class Number:
 
 @dataclass(frozen=True)
 class Link:
-    """A collective on one level: `latency` once a call, `message` for each message one after another, then bytes ÷ `bandwidth`
-    (bytes a second that one rank sends through one port)."""
+    """A collective on one level: `latency` once a call, `message` for each message one after another (`work.messages`), then
+    bytes sent (`work.sent`) ÷ `bandwidth` (bytes a second that one rank sends through one port, in one direction).
+
+    A hop of "p2p" is one message: all that it costs beside its bytes is `message`, and `latency` is 0.
+    """
 
     latency: Number
     message: Number
@@ -43,7 +59,9 @@ class Link:
 class Level:
     """Ranks that a kind of link connects: `ranks` of them (0: as many as there are), each with `ports` links to others at once.
 
-    links: by collective; those not given are the same as "p2p".
+    links: by collective; a reduce-scatter not given is the same as an all-gather, others not given are the same as "p2p".
+    Collectives use as many ports as there are other ranks, a hop uses one. A switch that gives a rank its whole bandwidth to any
+    other is one port.
     """
 
     name: str
@@ -52,6 +70,8 @@ class Level:
     links: Mapping[str, Link]
 
     def link(self, collective: str) -> Link:
+        if collective == "reduce_scatter" and collective not in self.links:
+            collective = "all_gather"
         return self.links.get(collective) or self.links["p2p"]
 
 
@@ -59,9 +79,9 @@ class Level:
 class Hardware:
     """A machine, or a cluster of them.
 
-    memory: bytes a device; bandwidth: of its memory, bytes/s; peak: FLOP/s by dtype; efficiency: what share of it a kernel
-    reaches; launch: seconds a call of a kernel takes beside its work; overlap: the share of a transfer that costs nothing while a kernel
-    runs. levels: nearest ranks first.
+    memory: bytes a device; bandwidth: of its memory, bytes/s that a pointwise kernel reads and writes; peak: FLOP/s by dtype;
+    efficiency: what share of it a kernel reaches; launch: seconds a call of a kernel takes beside its work; overlap: the share of
+    a transfer that costs nothing while a kernel runs. levels: nearest ranks first.
     """
 
     name: str
@@ -73,6 +93,9 @@ class Hardware:
     launch: Mapping[str, Number]
     overlap: Number
     levels: tuple[Level, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     def rate(self, kernel: str, dtype: str) -> float:
         """FLOP/s of a kernel. Raises HardwareError for a dtype or kernel the table lacks."""
@@ -99,6 +122,15 @@ class Hardware:
             f"fix: add a level to its table with latency and bandwidth of the links between such groups"
         )
 
+    def numbers(self) -> Iterator[tuple[str, Number]]:
+        """Every number with its place in the file: ("peak.bfloat16", ..), ("node.p2p.latency", ..)."""
+        yield from ((key, getattr(self, key)) for key in ("memory", "bandwidth", "overlap"))
+        for key in TABLE_KEYS:
+            yield from ((f"{key}.{k}", n) for k, n in getattr(self, key).items())
+        for level in self.levels:
+            for kind, link in level.links.items():
+                yield from ((f"{level.name}.{kind}.{f.name}", getattr(link, f.name)) for f in dataclasses.fields(link))
+
     @property
     def node(self) -> int:
         """Ranks of the nearest level; 0: all there are."""
@@ -117,16 +149,14 @@ def names() -> list[str]:
 
 
 def load(name: str | Path) -> Hardware:
-    """A machine of our tables by name, or a TOML file by path. Raises HardwareError that names what is wrong and what there is."""
+    """A machine of our tables by name, or a TOML file by path. Raises HardwareError that names the mistake and what there is."""
     path = Path(name)
     if path.suffix != ".toml":
-        path = TABLES / f"{str(name).lower()}.toml"
+        asked = str(name).lower()
+        path = TABLES / f"{ALIASES.get(asked, asked)}.toml"
         if not path.exists():
-            close = difflib.get_close_matches(str(name).lower(), names(), n=1)
             raise HardwareError(
-                f"no hardware is called {name!r}; "
-                + (f"did you mean {close[0]!r}? " if close else "")
-                + f"known: {', '.join(names())}; "
+                f"no hardware is called {str(name)!r}; {_meant(asked, (*names(), *ALIASES))}known: {', '.join(names())}; "
                 "fix: one of these, or the path of a file that `autosp calibrate` wrote"
             )
     try:
@@ -137,55 +167,81 @@ def load(name: str | Path) -> Hardware:
         raise HardwareError(f"{path} is not TOML: {error}") from None
 
 
+def _meant(given: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(given, list(known), n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
+
+
 def from_dict(raw: Mapping[str, Any], name: str) -> Hardware:
-    """Raises HardwareError where a number or its source is missing."""
-
-    def number(row: Any, where: str) -> Number:
-        if not isinstance(row, Mapping) or not {"value", "unit", "source"} <= set(row):
-            raise HardwareError(f"hardware {name}: {where} needs a value, a unit and a source, it is {row!r}")
-        return Number(float(row["value"]), str(row["unit"]), str(row["source"]))
-
-    def table(key: str) -> dict[str, Number]:
-        return {k: number(v, f"{key}.{k}") for k, v in raw.get(key, {}).items()}
-
-    def level(row: Mapping[str, Any]) -> Level:
-        links = {
-            kind: Link(
-                *(
-                    number(given.get(part), f"levels.{row.get('name')}.{kind}.{part}")
-                    for part in ("latency", "message", "bandwidth")
-                )
-            )
-            for kind, given in row.items()
-            if isinstance(given, Mapping)
-        }
-        if "p2p" not in links or set(links) - set(COLLECTIVES):
-            raise HardwareError(
-                f"hardware {name}: level {row.get('name')!r} needs a table p2p and at most {', '.join(COLLECTIVES[1:])}"
-            )
-        return Level(str(row["name"]), int(row["ranks"]), int(row.get("ports", 1)), links)
-
-    missing = {"memory", "bandwidth", "overlap", "levels"} - set(raw)
+    """Raises HardwareError where a number or its source is missing, or its unit is of another kind."""
+    missing = {"memory", "bandwidth", "overlap", "levels", *TABLE_KEYS} - set(raw)
     if missing:
         raise HardwareError(f"hardware {name} lacks {', '.join(sorted(missing))}")
+
+    def table(key: str) -> dict[str, Number]:
+        for k in raw[key]:
+            if k not in TABLE_KEYS[key]:
+                raise HardwareError(
+                    f"hardware {name}: {key}.{k} is not known; {_meant(k, TABLE_KEYS[key])}known: {', '.join(TABLE_KEYS[key])}"
+                )
+        return {k: _number(row, f"{key}.{k}", UNITS[key], name) for k, row in raw[key].items()}
+
+    def one(key: str) -> Number:
+        return _number(raw[key], key, UNITS[key], name)
+
     return Hardware(
-        str(raw.get("name", name)),
-        str(raw.get("description", "")),
-        number(raw["memory"], "memory"),
-        number(raw["bandwidth"], "bandwidth"),
-        table("peak"),
-        table("efficiency"),
-        table("launch"),
-        number(raw["overlap"], "overlap"),
-        tuple(level(row) for row in raw["levels"]),
+        name=str(raw.get("name", name)),
+        description=str(raw.get("description", "")),
+        memory=one("memory"),
+        bandwidth=one("bandwidth"),
+        peak=table("peak"),
+        efficiency=table("efficiency"),
+        launch=table("launch"),
+        overlap=one("overlap"),
+        levels=tuple(_level(row, name) for row in raw["levels"]),
     )
+
+
+def _level(row: Mapping[str, Any], name: str) -> Level:
+    title = str(row.get("name"))
+    given = {kind: link for kind, link in row.items() if isinstance(link, Mapping)}
+    if "name" not in row or "ranks" not in row or "p2p" not in given or set(given) - set(COLLECTIVES):
+        raise HardwareError(
+            f"hardware {name}: level {title!r} needs a name, ranks (0: as many as there are), a table p2p and at most "
+            f"{', '.join(COLLECTIVES[1:])}; it has {', '.join(row)}"
+        )
+    links = {
+        kind: Link(*(_number(link.get(p), f"{title}.{kind}.{p}", UNITS[p], name) for p in ("latency", "message", "bandwidth")))
+        for kind, link in given.items()
+    }
+    return Level(title, int(row["ranks"]), int(row.get("ports", 1)), links)
+
+
+def _number(row: Any, where: str, unit: str, name: str) -> Number:
+    """In `unit` without a prefix."""
+    if not isinstance(row, Mapping) or not {"value", "unit", "source"} <= set(row) or not str(row["source"]).strip():
+        raise HardwareError(f"hardware {name}: {where} needs a value, a unit and a source, it is {row!r}")
+    given = str(row["unit"])
+    if not given.endswith(unit) or (prefix := given.removesuffix(unit)) not in PREFIXES:
+        raise HardwareError(
+            f"hardware {name}: {where} is in {given!r}; fix: {unit}, or that with a prefix, such as G or u (for µ)"
+        )
+    value = float(row["value"]) * PREFIXES[prefix]
+    if (
+        not math.isfinite(value)
+        or value < 0
+        or (value == 0 and unit != "s" and where != "overlap")
+        or (unit == "share" and value > 1)
+    ):
+        raise HardwareError(f"hardware {name}: {where} is {row['value']}, which is no {'share' if unit == 'share' else 'amount'}")
+    return Number(value, unit, str(row["source"]))
 
 
 def to_toml(hardware: Hardware) -> str:
     """The file that `load` reads back."""
 
     def number(n: Number) -> str:
-        return f"{{ value = {n.value:.6g}, unit = {json.dumps(n.unit)}, source = {json.dumps(n.source)} }}"
+        return f"{{ value = {n.value:.9g}, unit = {json.dumps(n.unit)}, source = {json.dumps(n.source)} }}"
 
     lines = [f"name = {json.dumps(hardware.name)}", f"description = {json.dumps(hardware.description)}"]
     lines += [f"{key} = {number(getattr(hardware, key))}" for key in ("memory", "bandwidth", "overlap")]

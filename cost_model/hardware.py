@@ -21,7 +21,7 @@ KERNELS = ("matmul", "attention_forward", "attention_backward", "linear_forward"
 COLLECTIVES = ("p2p", "all_to_all", "all_gather", "all_reduce", "reduce_scatter")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 ALIASES = {"a100": "a100-80", "h100-sxm": "h100", "h200-sxm": "h200", "mi300": "mi300x"}
-PREFIXES = {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+PREFIXES = {"": 0, "n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15}  # powers of ten
 TABLE_KEYS = {"peak": DTYPES, "efficiency": KERNELS, "launch": KERNELS}
 UNITS = {  # by the first or the last part of a number's name
     "memory": "B", "bandwidth": "B/s", "overlap": "share", "peak": "FLOP/s", "efficiency": "share", "launch": "s",
@@ -226,29 +226,29 @@ def _number(row: Any, where: str, unit: str, name: str) -> Number:
         raise HardwareError(
             f"hardware {name}: {where} is in {given!r}; fix: {unit}, or that with a prefix, such as G or u (for µ)"
         )
-    value = float(row["value"]) * PREFIXES[prefix]
-    if (
-        not math.isfinite(value)
-        or value < 0
-        or (value == 0 and unit != "s" and where != "overlap")
-        or (unit == "share" and value > 1)
-    ):
+    power = PREFIXES[prefix]
+    value = float(row["value"]) * 10.0**power if power >= 0 else float(row["value"]) / 10.0**-power
+    may_be_zero = unit == "s" or where == "overlap"
+    if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero) or (unit == "share" and value > 1):
         raise HardwareError(f"hardware {name}: {where} is {row['value']}, which is no {'share' if unit == 'share' else 'amount'}")
     return Number(value, unit, str(row["source"]))
 
 
 def to_toml(hardware: Hardware) -> str:
-    """The file that `load` reads back."""
+    """The file that `load` reads back, with nine significant digits."""
+
+    def text(x: str) -> str:
+        return json.dumps(x, ensure_ascii=False)
 
     def number(n: Number) -> str:
-        return f"{{ value = {n.value:.9g}, unit = {json.dumps(n.unit)}, source = {json.dumps(n.source)} }}"
+        return f"{{ value = {n.value:.9g}, unit = {text(n.unit)}, source = {text(n.source)} }}"
 
-    lines = [f"name = {json.dumps(hardware.name)}", f"description = {json.dumps(hardware.description)}"]
+    lines = [f"name = {text(hardware.name)}", f"description = {text(hardware.description)}"]
     lines += [f"{key} = {number(getattr(hardware, key))}" for key in ("memory", "bandwidth", "overlap")]
-    for key in ("peak", "efficiency", "launch"):
+    for key in TABLE_KEYS:
         lines += ["", f"[{key}]", *(f"{k} = {number(n)}" for k, n in getattr(hardware, key).items())]
     for level in hardware.levels:
-        lines += ["", "[[levels]]", f"name = {json.dumps(level.name)}", f"ranks = {level.ranks}", f"ports = {level.ports}"]
+        lines += ["", "[[levels]]", f"name = {text(level.name)}", f"ranks = {level.ranks}", f"ports = {level.ports}"]
         for kind, link in level.links.items():
             lines += [
                 f"[levels.{kind}]",

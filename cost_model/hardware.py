@@ -13,6 +13,7 @@ import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +227,7 @@ def _number(row: Any, where: str, unit: str, name: str) -> Number:
         raise HardwareError(
             f"hardware {name}: {where} is in {given!r}; fix: {unit}, or that with a prefix, such as G or u (for µ)"
         )
-    power = PREFIXES[prefix]
-    value = float(row["value"]) * 10.0**power if power >= 0 else float(row["value"]) / 10.0**-power
+    value = float(Decimal(str(row["value"])).scaleb(PREFIXES[prefix]))
     may_be_zero = unit == "s" or where == "overlap"
     if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero) or (unit == "share" and value > 1):
         raise HardwareError(f"hardware {name}: {where} is {row['value']}, which is no {'share' if unit == 'share' else 'amount'}")

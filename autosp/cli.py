@@ -1,4 +1,4 @@
-"""The command line: `autosp check` and `autosp demo`."""
+"""The command line: `autosp check`, `demo`, `hardware` and `calibrate`."""
 
 from __future__ import annotations
 
@@ -69,6 +69,48 @@ def demo(
     from autosp.demo import Settings, run_demo
 
     run_demo(Settings(steps=steps, seq_len=seq_len, ranks=ranks, strategy=strategy, compiler=compiler), out, Console())
+
+
+@app.command()
+def hardware(
+    name: Annotated[str | None, typer.Argument(help="a machine, or a file.toml; all machines if not given")] = None,
+) -> None:
+    """List the machines that autosp has numbers of, or every number of one with its unit and source."""
+    from autosp.cost_model.hardware import HardwareError, load, names
+    from autosp.tables import hardware_table, machines_table
+
+    try:
+        Console().print(hardware_table(load(name)) if name else machines_table([load(n) for n in names()]))
+    except HardwareError as error:
+        raise typer.BadParameter(str(error), param_hint="NAME") from None
+
+
+@app.command()
+def calibrate(
+    ranks: Annotated[int, typer.Option(min=2, help="gloo ranks on this machine; under torchrun, its ranks are taken")] = 4,
+    out: Annotated[Path | None, typer.Option(help="the file to write; NAME.toml if not given")] = None,
+    name: Annotated[str, typer.Option(help="what to call the machine")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64")] = "float32",
+) -> None:
+    """Measure kernels and links of this machine, or of the cluster that torchrun spans, and write them as a hardware table."""
+    from autosp.calibrate import calibrate as run
+    from autosp.cost_model.hardware import DTYPES, HardwareError, to_toml
+    from autosp.tables import hardware_table
+
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}", param_hint="--dtype")
+    try:
+        found = run(ranks, name, dtype)
+    except HardwareError as error:
+        raise typer.BadParameter(str(error)) from None
+    if found is None:  # not the first rank
+        return
+    path = out or Path(f"{name}.toml")
+    path.write_text(to_toml(found))
+    Console().print(hardware_table(found, sources=False))
+    Console().print(
+        f"written to {path}; `autosp hardware {path}` says how each number was measured", markup=False, soft_wrap=True
+    )
 
 
 def parse_mesh(mesh: str | None, ranks: int | None) -> dict[str, int]:

@@ -220,7 +220,8 @@ def _level(row: Mapping[str, Any], name: str) -> Level:
 
 def _number(row: Any, where: str, unit: str, name: str) -> Number:
     """In `unit` without a prefix."""
-    if not isinstance(row, Mapping) or not {"value", "unit", "source"} <= set(row) or not str(row["source"]).strip():
+    whole = isinstance(row, Mapping) and isinstance(row.get("value"), int | float) and "unit" in row
+    if not whole or not str(row.get("source", "")).strip():
         raise HardwareError(f"hardware {name}: {where} needs a value, a unit and a source, it is {row!r}")
     given = str(row["unit"])
     if not given.endswith(unit) or (prefix := given.removesuffix(unit)) not in PREFIXES:

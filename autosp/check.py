@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autosp.cost_model.errors import PlanningError
 from autosp.kernels.errors import AutospError
 from autosp.reference import Build, Float64, Reference, call, loss_of, reference_run
 
@@ -97,15 +98,15 @@ def check_on_rank(build: Build, mesh: DeviceMesh, **options: Any) -> Report:
     return _report(_worst_over_ranks(errors, mesh), model, described)
 
 
-def refusal_in(error: BaseException) -> AutospError | None:
-    """The `AutospError` that `error` is or was caused by (Dynamo wraps what a backend raises), if any."""
+def refusal_in(error: BaseException) -> AutospError | PlanningError | None:
+    """The error of ours that `error` is or was caused by (Dynamo wraps what a backend raises), if any."""
     seen: set[int] = set()
     queue: list[BaseException | None] = [error]
     while queue:
         e = queue.pop()
         if e is None or id(e) in seen:
             continue
-        if isinstance(e, AutospError):
+        if isinstance(e, AutospError | PlanningError):
             return e
         seen.add(id(e))
         queue += [getattr(e, "inner_exception", None), e.__cause__, e.__context__]

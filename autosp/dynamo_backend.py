@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +22,17 @@ from .kernels import agree
 from .mesh import World, resolve
 from .passes import recognise
 from .passes.pipeline import Compiled, Settings, compile_graph
+from .planning import Planning
 
 
 class Backend:
     """A callable that `torch.compile` accepts as `backend=`. `plan` is that of the last graph it compiled."""
 
-    def __init__(self, mesh: DeviceMesh | None, settings: Settings, check_batch: bool = True) -> None:
+    def __init__(
+        self, mesh: DeviceMesh | None, settings: Settings, check_batch: bool = True, planning: Planning | None = None
+    ) -> None:
         self.mesh, self.settings, self.check_batch = mesh, settings, check_batch
+        self.planning = planning or Planning()
         self.plan: Plan | None = None
         self.on_plan: Callable[[Plan], None] | None = None
         self.stepped = False  # weights have been compared, before anything could have changed them
@@ -40,7 +45,8 @@ class Backend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         world = self.world()
         try:
-            compiled = compile_graph(gm, example_inputs, world.spread, self.settings)
+            compiled = compile_graph(gm, example_inputs, world.spread, self.settings, self.planning.decide(world.device))
+            self.planning.compare(compiled.plan)
             run, graphs = _compile(compiled, example_inputs, self.settings.compiler)
         except torch._dynamo.exc.RestartAnalysis:
             raise  # Dynamo traces again and comes back: nothing failed
@@ -152,10 +158,12 @@ def backend(
     grad_sync: str = "autosp",
     seq_dim: int | Mapping[str, int] = 1,
     check_batch: bool = True,
+    plan: Plan | str | Path | None = None,
+    hardware: str | Path | None = None,
 ) -> Backend:
     """A backend for `torch.compile` with options; see `autosp.parallelize` for what they mean."""
     recognise.install()
-    return Backend(mesh, Settings(strategy, outputs, seq_dim, compiler, grad_sync), check_batch)
+    return Backend(mesh, Settings(strategy, outputs, seq_dim, compiler, grad_sync), check_batch, Planning(hardware, plan))
 
 
 _plain: Backend | None = None

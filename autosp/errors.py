@@ -1,5 +1,9 @@
 """Every error autosp raises on purpose, in one place to import from; each is defined where it is raised."""
 
+from .cost_model.errors import PlanningError
+from .cost_model.hardware import HardwareError
+from .cost_model.plan import PlanError
+from .cost_model.planner import MemoryShort
 from .kernels.agree import DisagreementError
 from .kernels.errors import AutospError
 from .mesh import MeshError
@@ -12,7 +16,11 @@ __all__ = [
     "AutospError",
     "CaptureError",
     "DisagreementError",
+    "HardwareError",
+    "MemoryShort",
     "MeshError",
+    "PlanError",
+    "PlanningError",
     "RandomnessError",
     "SequenceError",
     "StrategyError",

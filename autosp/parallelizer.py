@@ -6,17 +6,21 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
+from .cost_model.errors import PlanningError
+from .cost_model.plan import Plan
 from .dynamo_backend import Backend
 from .kernels.errors import AutospError
 from .passes import associative, functions, recognise
 from .passes.capture import CaptureError
 from .passes.pipeline import Settings
+from .planning import Planning
 
 
 def parallelize(
@@ -29,6 +33,8 @@ def parallelize(
     grad_sync: str = "autosp",
     seq_dim: int | Mapping[str, int] = 1,
     check_batch: bool = True,
+    plan: Plan | str | Path | None = None,
+    hardware: str | Path | None = None,
 ) -> Any:
     """Make a model, a class of models or a function run sequence-parallel; call it exactly as before.
 
@@ -47,43 +53,50 @@ def parallelize(
         all ranks to the user's DDP or FSDP.
     seq_dim: hint where inputs carry the sequence: a dimension, or {argument name: dimension}.
     check_batch: compare the batch across ranks at every step (one small all-gather).
+    plan: what `autosp plan` decided, or the file it wrote; the model must be the one it is for. hardware: the machine to plan
+    for,
+        by name or as a file of `autosp calibrate`; default: what it runs on.
 
     Raises, at the first call: CaptureError for a graph break, SequenceError for a sequence shorter than the ranks,
-    MeshError for a mesh without an sp axis; at any call DisagreementError when ranks disagree. StrategyError at once
-    for unknown options.
+    MeshError for a mesh without an sp axis, PlanError for a plan of another model, HardwareError for an unknown machine; at
+    any call DisagreementError when ranks disagree. StrategyError at once for unknown options.
     """
     settings = Settings(strategy, outputs, seq_dim, compiler, grad_sync)
+
+    def new_backend() -> Backend:
+        return Backend(mesh, settings, check_batch, Planning(hardware, plan))
+
     if target is None:
-        return lambda t: _wrap(t, mesh, settings, check_batch)
-    return _wrap(target, mesh, settings, check_batch)
+        return lambda t: _wrap(t, new_backend)
+    return _wrap(target, new_backend)
 
 
-def _wrap(target: Any, mesh: DeviceMesh | None, settings: Settings, check_batch: bool) -> Any:
+def _wrap(target: Any, new_backend: Callable[[], Backend]) -> Any:
     if isinstance(target, type) and issubclass(target, torch.nn.Module):
-        return _wrap_class(target, mesh, settings, check_batch)
+        return _wrap_class(target, new_backend)
     if isinstance(target, torch.nn.Module):
-        runner = _Runner(target._call_impl, Backend(mesh, settings, check_batch))
+        runner = Runner(target._call_impl, new_backend())
         runner.backend.on_plan = functools.partial(_set_plan, target)
         # What `Module.compile()` sets: calling the module runs this instead, and nothing else about it changes
         # (its class, state_dict keys and pickle are the plain module's).
         target._compiled_call_impl = runner
         return target
     if callable(target):
-        function = _Runner(target, Backend(mesh, settings, check_batch))
+        function = Runner(target, new_backend())
         functools.update_wrapper(function, target)
         function.backend.on_plan = functools.partial(_set_plan, function)
         return function
     raise AutospError(f"autosp.parallelize takes a module, a class of modules or a function, not {type(target).__name__}")
 
 
-def _wrap_class(cls: Any, mesh: DeviceMesh | None, settings: Settings, check_batch: bool) -> Any:
+def _wrap_class(cls: Any, new_backend: Callable[[], Backend]) -> Any:
     """Instances run in parallel however they come to be: built, copied or loaded."""
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return torch.nn.Module.__call__(self, *args, **kwargs)
         if self._compiled_call_impl is None:
-            _wrap(self, mesh, settings, check_batch)
+            _wrap(self, new_backend)
         return torch.nn.Module.__call__(self, *args, **kwargs)
 
     cls.__call__ = call  # type: ignore[method-assign]
@@ -94,7 +107,7 @@ def _set_plan(target: Any, plan: Any) -> None:
     object.__setattr__(target, "autosp_plan", plan)
 
 
-class _Runner:
+class Runner:
     """The compiled call, with errors that speak of the user's model instead of the compiler."""
 
     def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
@@ -114,7 +127,9 @@ class _Runner:
         except Exception as e:
             if not self.backend.answered:  # it never came to the step: the model did not trace, or raised itself
                 self.backend.announce_failure()
-            if isinstance(e, torch._dynamo.exc.BackendCompilerFailed) and isinstance(e.inner_exception, AutospError):
+            if isinstance(e, torch._dynamo.exc.BackendCompilerFailed) and isinstance(
+                e.inner_exception, AutospError | PlanningError
+            ):
                 raise e.inner_exception from None
             if isinstance(e, torch._dynamo.exc.Unsupported | torch._dynamo.exc.UserError):
                 raise CaptureError(_explain(e)) from None

@@ -17,6 +17,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from .errors import PlanningError
+
 TABLES = Path(__file__).parent / "machines"
 KERNELS = ("matmul", "attention_forward", "attention_backward", "linear_forward", "linear_backward")
 COLLECTIVES = ("p2p", "all_to_all", "all_gather", "all_reduce", "reduce_scatter")
@@ -30,7 +32,7 @@ UNITS = {  # by the first or the last part of a number's name
 }  # fmt: skip
 
 
-class HardwareError(ValueError):
+class HardwareError(PlanningError):
     """A machine, or a number about one, that is not known."""
 
 

@@ -5,17 +5,56 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from .errors import PlanningError
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Forward and backward of the busiest rank; `exposed` is what of `communication` is not hidden behind `compute`."""
+
+    compute: float = 0.0
+    communication: float = 0.0
+    exposed: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A strategy that was not chosen for a site, and why. `bytes_sent` is None where it cannot apply."""
+    """A strategy that was not chosen for a site, and why. Seconds and bytes are None where it cannot apply."""
 
     strategy: str
     reason: str
     bytes_sent: int | None = None
+    seconds: float | None = None
+    params: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A training step without the optimizer, on each of `devices`: seconds, tokens a second and device, and `efficiency`, the
+    time one device would take for 1/P of the work, alone, as a share of that. Bytes a device: `peak_bytes`, of which
+    `parameter_bytes` (parameters, gradients and Adam's two moments) and `activation_bytes` (kept from forward for backward).
+
+    gap: how much shorter another plan's step could at most be, as a share; 0: none is.
+    """
+
+    step_s: float
+    tokens_per_s_per_device: float
+    efficiency: float
+    peak_bytes: float
+    parameter_bytes: float
+    activation_bytes: float
+    compute_s: float
+    exposed_s: float
+    budget_bytes: float
+    gap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -25,7 +64,8 @@ class Site:
     `name` is the module path, `kind` is "softmax attention", "pairwise", "linear attention" or "last state"; `sees` says
     what rows see ("mask causal") or what becomes of the state ("state a decay per head"). A state is [head_dim, value_dim]
     a head.
-    `bytes_forward` and `bytes_backward` are what one rank sends, as the mean over ranks.
+    `params` are the strategy's own: `inner` ranks that exchange heads, `blocks` of a chain, ranks of a `node`. `saved` says what
+    backward keeps of its layer. `bytes_forward` and `bytes_backward` are what one rank sends, as the mean over ranks.
     """
 
     name: str
@@ -43,7 +83,14 @@ class Site:
     bytes_forward: int
     bytes_backward: int
     note: str = ""
+    params: Mapping[str, int] = field(default_factory=dict)
+    seconds: Seconds = Seconds()
+    saved: str = "everything"
     rejected: tuple[Rejected, ...] = ()
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.bytes_forward + self.bytes_backward
 
 
 @dataclass(frozen=True)
@@ -81,27 +128,48 @@ class Plan:
     compiler: str
     grad_sync: str
     notes: tuple[str, ...] = ()
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    hardware: str = ""
+    totals: Totals | None = None
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all decisions; ranks that disagree on it must not run together. Where files lie does not matter."""
+        """Hash of the model's sites and all decisions; ranks that disagree on it must not run together. Prices, and where
+        files lie, do not matter, nor does the compiler underneath."""
         raw = dataclasses.asdict(self)
         for row in (*raw["sites"], *raw["fallbacks"]):
-            row["source_line"] = ""
-        return hashlib.sha256(json.dumps({**raw, "notes": ()}, sort_keys=True).encode()).hexdigest()[:16]
+            for key in _NO_DECISION & row.keys():
+                del row[key]
+        decided = {key: value for key, value in raw.items() if key not in _NO_DECISION}
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        """All of it, `fingerprint` and each site's `bytes_sent` included."""
+        raw = dataclasses.asdict(self)
+        for row, site in zip(raw["sites"], self.sites, strict=True):
+            row["bytes_sent"] = site.bytes_sent
+        return json.dumps({**raw, "fingerprint": self.fingerprint}, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        raw: dict[str, Any] = json.loads(text)
-        for key, kind in (("fallbacks", Fallback), ("collectives", Collective)):
-            raw[key] = tuple(kind(**row) for row in raw[key])
-        raw["sites"] = tuple(Site(**{**row, "rejected": tuple(Rejected(**r) for r in row["rejected"])}) for row in raw["sites"])
-        for key in ("sequence", "outputs", "notes"):
-            raw[key] = tuple(raw[key])
-        return cls(**raw)
+        """The plan that `to_json` wrote. Raises PlanError for anything else, and where the text was changed."""
+        try:
+            raw: dict[str, Any] = json.loads(text)
+            printed = raw.pop("fingerprint")
+            for key, kind in (("fallbacks", Fallback), ("collectives", Collective)):
+                raw[key] = tuple(kind(**row) for row in raw[key])
+            raw["sites"] = tuple(_site(row) for row in raw["sites"])
+            for key in ("sequence", "outputs", "notes"):
+                raw[key] = tuple(raw[key])
+            raw["totals"] = Totals(**raw["totals"]) if raw["totals"] else None
+            plan = cls(**raw)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise PlanError(f"this is not a plan that autosp wrote: {type(error).__name__}: {error}") from None
+        if plan.fingerprint != printed:
+            raise PlanError(
+                f"the plan was changed: its fingerprint is {plan.fingerprint}, it says {printed}; fix: `autosp plan` again"
+            )
+        return plan
 
     def __str__(self) -> str:
         lines = [
@@ -117,6 +185,24 @@ class Plan:
         ]
         lines.append("outputs: " + "; ".join(self.outputs))
         return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
+
+
+class PlanError(PlanningError):
+    """A plan that cannot be read, or is for another model."""
+
+
+# Of a plan, what is no decision.
+_NO_DECISION = {
+    "source_line", "notes", "note", "seconds", "rejected", "bytes_forward", "bytes_backward", "bytes", "collectives", "compiler",
+    "hardware", "totals", "mesh", "reason",
+}  # fmt: skip
+
+
+def _site(row: dict[str, Any]) -> Site:
+    del row["bytes_sent"]
+    return Site(
+        **{**row, "seconds": Seconds(**row["seconds"]), "rejected": tuple(Rejected(**r) for r in row["rejected"])},
+    )
 
 
 def _sites(sites: tuple[Site, ...]) -> list[str]:

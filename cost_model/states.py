@@ -1,4 +1,4 @@
-"""Bytes a rank sends for one linear attention, by strategy, as the mean over ranks (forward, backward)."""
+"""What each strategy of a linear attention moves, counted: states, pairs (A, state), or heads of every token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ Shape = Sequence[int]
 class LinearAttention:
     """Sizes of one linear attention: heads of values, queries and keys, length T, a state [K, V] a head, ranks.
 
-    `decays` are the numbers a token and head has for them (0, 1 or K); with `remove` a rank's step on a state is a matrix.
+    `decays` are the numbers a token and head has for them (0, 1 or K); with `remove` a rank's step on a state is a matrix. `node`
+    neighbouring ranks are close; a chain sends a state in `blocks`. `relaid`: tokens come from, and go back to, a head-tail
+    layout.
     """
 
     batch: int
@@ -28,10 +30,12 @@ class LinearAttention:
     itemsize: int
     ranks: int
     node: int = 1
+    blocks: int = 8
+    relaid: bool = False
 
     @classmethod
     def of(
-        cls, q: Shape, k: Shape, v: Shape, decay: Shape | None, remove: Shape | None, itemsize: int, ranks: int, node: int
+        cls, q: Shape, k: Shape, v: Shape, decay: Shape | None, remove: Shape | None, itemsize: int, ranks: int, node: int = 1
     ) -> LinearAttention:
         """From the shapes of operands: [B, T, heads, K or V], decay also [B, T, heads]."""
         decays = 0 if decay is None else 1 if len(decay) == 3 else decay[3]
@@ -49,34 +53,39 @@ class LinearAttention:
         return self.state + self.batch * self.heads * width * max(4, self.itemsize)
 
 
-def _both(a: LinearAttention, total: int) -> tuple[int, int]:
-    sent = round(Fraction(total, a.ranks))
-    return sent, sent
+@dataclass(frozen=True)
+class Counts:
+    """Over all ranks and in one direction: `states` and `pairs` that travel; `numbers` of tokens and results that change
+    hands, for each sequence."""
+
+    states: int = 0
+    pairs: int = 0
+    numbers: int = 0
 
 
-def all_scan(a: LinearAttention) -> tuple[int, int]:
+def all_scan(a: LinearAttention) -> Counts:
     """A chain: one state over each of P − 1 links, and no more of it where A is a matrix."""
-    return _both(a, (a.ranks - 1) * a.state)
+    return Counts(states=a.ranks - 1)
 
 
-def log_step(a: LinearAttention) -> tuple[int, int]:
+def log_step(a: LinearAttention) -> Counts:
     """⌈log₂ P⌉ exchanges of (A, B): rank r sends to r + 1, r + 2, r + 4, .."""
     total, step = 0, 1
     while step < a.ranks:
-        total, step = total + (a.ranks - step) * a.pair, 2 * step
-    return _both(a, total)
+        total, step = total + a.ranks - step, 2 * step
+    return Counts(pairs=total)
 
 
-def two_level(a: LinearAttention) -> tuple[int, int]:
+def two_level(a: LinearAttention) -> Counts:
     """(A, B) down each node, one state from node to node, and one to each rank of a node."""
     sizes = [min(a.node, a.ranks - start) for start in range(0, a.ranks, a.node)]
     inside = sum(n - 1 for n in sizes)
-    return _both(a, inside * a.pair + (len(sizes) - 1 + inside) * a.state)
+    return Counts(states=len(sizes) - 1 + inside, pairs=inside)
 
 
-def gather_states(a: LinearAttention) -> tuple[int, int]:
+def gather_states(a: LinearAttention) -> Counts:
     """Every (A, B) to every later rank: half of an all-gather (LASP-2)."""
-    return _both(a, a.ranks * (a.ranks - 1) // 2 * a.pair)
+    return Counts(pairs=a.ranks * (a.ranks - 1) // 2)
 
 
 def _shared(a: LinearAttention, rank: int, count: int) -> int:
@@ -86,21 +95,17 @@ def _shared(a: LinearAttention, rank: int, count: int) -> int:
     return -(-last // groups) - first // groups if first < last else 0
 
 
-def all_to_all(a: LinearAttention) -> tuple[int, int]:
+def all_to_all(a: LinearAttention) -> Counts:
     """Heads of everything a token has, and of the result, change hands: (P − 1)/P of each."""
     heads = [((r + 1) * a.heads // a.ranks) - (r * a.heads // a.ranks) for r in range(a.ranks)]
     tokens = [((r + 1) * a.seq // a.ranks) - (r * a.seq // a.ranks) for r in range(a.ranks)]
     keys = [_shared(a, r, a.query_heads) + _shared(a, r, a.key_heads) for r in range(a.ranks)]
     wide = 2 * a.value_dim + a.decays + (a.key_dim if a.remove else 0)
-    total = 0
-    for source, n in enumerate(tokens):
-        for to in range(a.ranks):
-            if to != source:
-                total += n * (heads[to] * wide + keys[to] * a.key_dim)
-    return _both(a, total * a.batch * a.itemsize)
+    each = [heads[to] * wide + keys[to] * a.key_dim for to in range(a.ranks)]
+    return Counts(numbers=sum((a.seq - tokens[to]) * each[to] for to in range(a.ranks)))
 
 
-LINEAR_COSTS: dict[str, Callable[[LinearAttention], tuple[int, int]]] = {
+LINEAR_COUNTS: dict[str, Callable[[LinearAttention], Counts]] = {
     "all-scan": all_scan,
     "log-step": log_step,
     "two-level": two_level,
@@ -108,5 +113,12 @@ LINEAR_COSTS: dict[str, Callable[[LinearAttention], tuple[int, int]]] = {
     "all-to-all": all_to_all,
 }
 
-# The exchanges of All-Scan by what the runtime calls them.
-BY_ALGORITHM = {"chain": all_scan, "log-step": log_step, "two-level": two_level, "gather": gather_states}
+# What the runtime calls the exchanges of All-Scan.
+ALGORITHMS = {"chain": "all-scan", "log-step": "log-step", "two-level": "two-level", "gather": "gather-states"}
+
+
+def bytes_sent(strategy: str, a: LinearAttention) -> int:
+    """What a rank sends in one direction, as the mean over ranks."""
+    moved = LINEAR_COUNTS[strategy](a)
+    total = moved.states * a.state + moved.pairs * a.pair + moved.numbers * a.batch * a.itemsize
+    return round(Fraction(total, a.ranks))

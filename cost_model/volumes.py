@@ -1,16 +1,16 @@
-"""Bytes a rank sends for one attention, by strategy: the textbook formulas, as the mean over ranks.
+"""What each strategy of a softmax attention moves and computes, counted.
 
-U_q = B·(S/P)·H·D·e is one rank's queries, U_k = B·(T/P)·H_kv·D·e its keys. Uneven lengths and heads are counted
-exactly with the same intervals the runtime uses: a key/value head goes to each rank that needs it.
+Uneven lengths and heads are counted exactly, with the same intervals the runtime uses: a key/value head goes to each rank that
+needs it. `prices` turns counts into bytes and seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-Runs = list[list[tuple[int, int]]]  # per rank, the positions it holds
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,9 @@ class Attention:
 
     Row i sees at most the columns [i − before, i + after]: (T, 0) is causal, (W − 1, 0) a window, None no limit.
     `inner` ranks exchange heads in ring × all-to-all. `latent` is the bytes of one position's keys and values where they travel
-    as something smaller that they are computed from (0: they do not). `moved` is how many rows and columns are sent over all
-    ranks, where that has been counted on the mask at hand. `accumulator` is the bytes of a number that is summed up.
+    as something smaller that they are computed from (0: they do not). What has been counted on the mask at hand takes the
+    place of what follows from the band: `moved`, rows and columns sent over all ranks; `work`, pairs of the busiest rank for each
+    head; `steps`.
     """
 
     batch: int
@@ -37,126 +38,182 @@ class Attention:
     inner: int = 1
     latent: int = 0
     moved: tuple[int, int] | None = None
+    work: float | None = None
+    steps: int | None = None
 
     @property
     def accumulator(self) -> int:
+        """Bytes of a number that is summed up."""
         return max(4, self.itemsize)
 
     @property
-    def kv_bytes(self) -> int:
-        """Of one position's keys and values."""
-        return self.latent or self.batch * self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
+    def banded(self) -> Attention:
+        """The same without what was counted on a mask: it may stand for other lengths and ranks."""
+        return replace(self, moved=None, work=None, steps=None)
+
+    @property
+    def causal(self) -> bool:
+        return self.after == 0 and self.before is not None and self.before >= self.kv_seq - 1 and self.q_seq == self.kv_seq
 
 
-def _runs(count: int, ranks: int) -> list[tuple[int, int]]:
-    return [(r * count // ranks, (r + 1) * count // ranks) for r in range(ranks)]
+@dataclass(frozen=True)
+class Counts:
+    """Over all ranks: `rows` and `columns` that travel, (position, head) pairs of queries and of keys `exchanged`. Of the busiest
+    rank: `work`, the (query, key, head) triples it computes. `kv_heads`: heads in which columns travel. `steps` in which they do.
+    """
+
+    work: float
+    rows: int = 0
+    columns: int = 0
+    exchanged: int = 0
+    kv_heads: int = 0
+    steps: int = 0
 
 
-def _contiguous(length: int, ranks: int) -> Runs:
-    return [[run] for run in _runs(length, ranks)]
+Runs = np.ndarray  # [ranks, runs, 2]: the intervals of positions each rank holds
 
 
-def _head_tail(length: int, ranks: int) -> Runs:
-    runs = _runs(length, 2 * ranks)
-    return [[runs[r], runs[-1 - r]] for r in range(ranks)] if length >= 2 * ranks else _contiguous(length, ranks)
+def _split(count: int, parts: int) -> np.ndarray:
+    cuts = np.arange(parts + 1, dtype=np.int64) * count // parts
+    return np.stack([cuts[:-1], cuts[1:]], -1)
 
 
-def _needed(a: Attention, rows: Sequence[tuple[int, int]], cols: Sequence[tuple[int, int]]) -> int:
-    """How many of the columns some row sees."""
-    total = 0
-    for c, d in cols:
-        low, high = d, c
-        for s, t in rows:
-            first = c if a.before is None else max(c, s - a.before)
-            last = d if a.after is None else min(d, t + a.after)
-            if s < t and first < last:
-                low, high = min(low, first), max(high, last)
-        total += max(0, high - low)
+def contiguous(length: int, ranks: int) -> Runs:
+    return _split(length, ranks)[:, None]
+
+
+def head_tail(length: int, ranks: int) -> Runs:
+    runs = _split(length, 2 * ranks)
+    return np.stack([runs[:ranks], runs[: ranks - 1 : -1]], 1) if length >= 2 * ranks else contiguous(length, ranks)
+
+
+def _pairs(a: Attention, rows: Runs, cols: Runs) -> np.ndarray:
+    """[row rank, column rank]: pairs that the band leaves."""
+
+    def below(delta: int | None) -> np.ndarray | int:
+        """Pairs with column − row <= delta."""
+        if delta is None:
+            delta = a.kv_seq
+        s, t = (rows[:, None, :, None, i] for i in (0, 1))
+        c, d = (cols[None, :, None, :, i] for i in (0, 1))
+        wide = d - c
+
+        def summed(v: np.ndarray) -> np.ndarray:
+            inside = np.clip(v, 0, wide)
+            return inside * (inside - 1) // 2 + np.maximum(0, v - wide) * wide
+
+        shift = delta + 1 - c
+        return summed(t + shift) - summed(s + shift)
+
+    hidden = below(-a.before - 1) if a.before is not None else 0
+    return (below(a.after) - hidden).sum((2, 3))
+
+
+def _needed(a: Attention, rows: Runs, cols: Runs) -> np.ndarray:
+    """[row rank, column rank]: columns that some row sees, as one interval for each run of columns."""
+    total = np.zeros((len(rows), len(cols)), dtype=np.int64)
+    for run in range(cols.shape[1]):
+        c, d = (cols[None, :, run, i] for i in (0, 1))
+        low, high = d + 0 * rows[:, :1, 0], c + 0 * rows[:, :1, 0]
+        for part in range(rows.shape[1]):
+            s, t = (rows[:, None, part, i] for i in (0, 1))
+            first = c if a.before is None else np.maximum(c, s - a.before)
+            last = d if a.after is None else np.minimum(d, t + a.after)
+            seen = (s < t) & (first < last)
+            low, high = np.where(seen, np.minimum(low, first), low), np.where(seen, np.maximum(high, last), high)
+        total += np.maximum(0, high - low)
     return total
 
 
-def _owner_computes(a: Attention, hold: Callable[[int, int], Runs], ranks: int) -> int:
-    """Columns sent by all ranks together, where everyone computes its own rows."""
-    rows, cols = hold(a.q_seq, ranks), hold(a.kv_seq, ranks)
-    return sum(_needed(a, rows[i], cols[j]) for i in range(ranks) for j in range(ranks) if i != j)
+def _busiest(a: Attention, hold: Callable[[int, int], Runs], ranks: int) -> float:
+    """Pairs for each head of the rank with most rows to compute."""
+    if a.work is not None:
+        return a.work
+    return float(_pairs(a, hold(a.q_seq, ranks), hold(a.kv_seq, ranks)).sum(1).max())
 
 
-def _both_ways(a: Attention, rows: int, columns: int, kv_bytes: int) -> tuple[int, int]:
-    """Keys and values of `columns`, queries of `rows` and their results travel forward; backward the same with the cotangent
-    and two statistics in place of the results, and gradients, in the accumulator's type, the other way."""
-    query, statistic = a.batch * a.q_heads * a.head_dim, a.batch * a.q_heads * a.accumulator
-    out = a.batch * a.q_heads * a.value_dim
-    forward = columns * kv_bytes + rows * (query * a.itemsize + out * a.accumulator + statistic)
-    gradients = Fraction(columns * kv_bytes * a.accumulator, a.itemsize) + rows * query * a.accumulator
-    backward = columns * kv_bytes + rows * (query * a.itemsize + out * a.itemsize + 2 * statistic) + gradients
-    return round(Fraction(forward, a.ranks)), round(backward / a.ranks)
+def _all_pairs(a: Attention) -> float:
+    return float(_pairs(a, contiguous(a.q_seq, 1), contiguous(a.kv_seq, 1)).sum())
 
 
-def all_to_all(a: Attention) -> tuple[int, int]:
-    """(P−1)/P·(2U_q + 2r·U_k) when everything divides, r = max(1, P/H_kv); the same backward."""
-    sent = round(_exchanged(a, a.ranks))
-    return sent, sent
-
-
-def _exchanged(a: Attention, near: int) -> Fraction:
-    """Heads exchanged within groups of `near` ranks, mean over ranks."""
+def _exchanged(a: Attention, near: int) -> int:
+    """(Position, head) pairs that change hands within groups of `near` ranks, over all ranks."""
     groups = max(1, a.q_heads // max(1, a.kv_heads))
-    heads = _runs(a.q_heads, near)
-    kv = [(lo // groups, -(-hi // groups)) if lo < hi else (0, 0) for lo, hi in heads]
+    heads = _split(a.q_heads, near)
+    kv = np.where(heads[:, :1] < heads[:, 1:], np.stack([heads[:, 0] // groups, -(-heads[:, 1] // groups)], -1), 0)
     total = 0
     for length, runs in ((a.q_seq, heads), (a.kv_seq, kv)):
-        for source, (s, t) in enumerate(_runs(length, a.ranks)):
-            total += sum((hi - lo) * (t - s) for d, (lo, hi) in enumerate(runs) if d != source % near)
-    return Fraction(total * (a.head_dim + a.value_dim) * a.batch * a.itemsize, a.ranks)
+        tokens = np.diff(_split(length, a.ranks))[:, 0]
+        counts = np.diff(runs)[:, 0]
+        here = np.arange(a.ranks) % near
+        total += int((tokens * (counts.sum() - counts[here])).sum())
+    return total
 
 
-def gather_kv(a: Attention) -> tuple[int, int]:
-    """2(P−1)U_k forward; backward reduce-scatters dK and dV, and gathers K and V again: 4(P−1)U_k."""
-    most = -(-a.kv_seq // a.ranks)
-    once = (a.ranks - 1) * most * a.batch * a.kv_heads * (a.head_dim + a.value_dim) * a.itemsize
-    return once, 2 * once
+def _ring(a: Attention, hold: Callable[[int, int], Runs]) -> Counts:
+    ranks = a.ranks
+    needed = _needed(a, hold(a.q_seq, ranks), hold(a.kv_seq, ranks))
+    moved = a.moved or (0, int(needed.sum() - np.trace(needed)))
+    return Counts(_busiest(a, hold, ranks) * a.q_heads, *moved, 0, a.kv_heads, _steps(a, needed))
 
 
-def ring(a: Attention) -> tuple[int, int]:
-    """2(P−1)U_k forward without a mask, 1.5(P−1)U_k under a causal one; backward the same and dK, dV back."""
-    return _both_ways(a, *(a.moved or (0, _owner_computes(a, _head_tail, a.ranks))), a.kv_bytes)
+def _steps(a: Attention, needed: np.ndarray) -> int:
+    """Distances at which some rank needs something."""
+    if a.steps is not None:
+        return a.steps
+    ranks = len(needed)
+    away = (np.arange(ranks)[:, None] - np.arange(ranks)) % ranks
+    return len(np.unique(away[(needed > 0) & (away > 0)]))
 
 
-def halo(a: Attention) -> tuple[int, int]:
-    """2(W−1)·(P−1)/P positions' keys and values for a window W ≤ S/P; backward the same and dK, dV back."""
-    return _both_ways(a, *(a.moved or (0, _owner_computes(a, _contiguous, a.ranks))), a.kv_bytes)
+def all_to_all(a: Attention) -> Counts:
+    most = -(-a.q_heads // a.ranks)
+    return Counts((_all_pairs(a) if a.work is None else a.work) * most, exchanged=_exchanged(a, a.ranks))
 
 
-def ring_a2a(a: Attention) -> tuple[int, int]:
-    """(u−1)/u·(2U_q + 2U_k) for the heads, then a ring of P/u groups over u times as long shards of 1/u of the heads."""
-    exchanged = _exchanged(a, a.inner)
+def gather_kv(a: Attention) -> Counts:
+    columns = a.ranks * (a.ranks - 1) * -(-a.kv_seq // a.ranks)
+    rows, cols = contiguous(a.q_seq, a.ranks), contiguous(a.kv_seq, 1)
+    work = float(_pairs(a, rows, cols).max()) if a.work is None else a.work
+    return Counts(work * a.q_heads, 0, columns, 0, a.kv_heads, min(1, a.ranks - 1))
+
+
+def ring(a: Attention) -> Counts:
+    return _ring(a, head_tail)
+
+
+def halo(a: Attention) -> Counts:
+    return _ring(a, contiguous)
+
+
+def ring_a2a(a: Attention) -> Counts:
+    """Heads in groups of u, then a ring of P/u groups over u times as long shards of 1/u of the heads."""
     groups = max(1, a.q_heads // max(1, a.kv_heads))
-    kv = sum(-(-hi // groups) - lo // groups for lo, hi in _runs(a.q_heads, a.inner))  # with heads that several need
-    moved = a.moved or (0, _owner_computes(a, _head_tail, a.ranks // a.inner) if a.inner < a.ranks else 0)
-    forward, backward = _both_ways(a, *moved, a.kv_bytes // a.kv_heads * kv)
-    return round(exchanged + forward), round(exchanged + backward)
+    shares = _split(a.q_heads, a.inner)
+    kv = int((-(-shares[:, 1] // groups) - shares[:, 0] // groups).sum())  # with heads that several need
+    places = a.ranks // a.inner
+    needed = _needed(a, head_tail(a.q_seq, places), head_tail(a.kv_seq, places)) if places > 1 else np.zeros((1, 1), dtype=int)
+    moved = a.moved or (0, int(needed.sum() - np.trace(needed)))
+    work = _busiest(a, head_tail, places) * -(-a.q_heads // a.inner)
+    return Counts(work, *moved, _exchanged(a, a.inner), kv, _steps(a, needed) if places > 1 else 0)
 
 
-def balanced_ring(a: Attention) -> tuple[int, int]:
-    """Causal: (¾P − ½)U_k of keys and values up to half way round, queries there and results back beyond it, the block half way
-    split in two. Other masks are taken to be level already: 2(P−1)U_k.
+def balanced_ring(a: Attention) -> Counts:
+    """Causal: keys and values up to half way round, queries there and results back beyond it, the block half way split in two.
+    Other masks are taken to be level already.
     """
-    if a.moved or a.after != 0 or a.before is None or a.before < a.kv_seq - 1 or a.q_seq != a.kv_seq:
+    if a.moved or not a.causal:
         return halo(a)
-    lengths = [t - s for s, t in _runs(a.kv_seq, a.ranks)]
-    columns = rows = 0
-    for i in range(a.ranks):
-        for j in range(i):
-            if 2 * (i - j) <= a.ranks:
-                columns += lengths[j]
-            if 2 * (i - j) > a.ranks:
-                rows += lengths[i]
-            elif 2 * (i - j) == a.ranks:
-                rows += lengths[i] // 2
-    return _both_ways(a, rows, columns, a.kv_bytes)
+    lengths = np.diff(_split(a.kv_seq, a.ranks))[:, 0]
+    i, j = np.meshgrid(np.arange(a.ranks), np.arange(a.ranks), indexing="ij")
+    away = 2 * (i - j)
+    columns = int(lengths[j[(i > j) & (away <= a.ranks)]].sum())
+    rows = int(lengths[i[(i > j) & (away > a.ranks)]].sum() + (lengths[i[(i > j) & (away == a.ranks)]] // 2).sum())
+    work = _all_pairs(a) / a.ranks if a.work is None else a.work
+    return Counts(work * a.q_heads, rows, columns, 0, a.kv_heads, a.ranks // 2)
 
 
-COSTS: dict[str, Callable[[Attention], tuple[int, int]]] = {
+COUNTS: dict[str, Callable[[Attention], Counts]] = {
     "all-to-all": all_to_all,
     "gather-kv": gather_kv,
     "halo": halo,
@@ -164,3 +221,9 @@ COSTS: dict[str, Callable[[Attention], tuple[int, int]]] = {
     "balanced-ring": balanced_ring,
     "ring-a2a": ring_a2a,
 }
+
+
+@functools.lru_cache(maxsize=4096)
+def counted(strategy: str, sizes: Attention) -> Counts:
+    """What a strategy moves and computes for an attention of these sizes."""
+    return COUNTS[strategy](sizes)

@@ -213,6 +213,11 @@ class Schedule:
         return sum(tile.pairs for t in self.steps for job in self.jobs(t, rank) for tile in job.tiles)
 
     @functools.cached_property
+    def busiest(self) -> float:
+        """Visible pairs that the rank with most of them computes."""
+        return float(_load(_all_pairs(self._sight, self._rows, self._cols), self._moved).max())
+
+    @functools.cached_property
     def travelling(self) -> tuple[int, int]:
         """Positions of rows, and of columns, that are sent to another rank, over all ranks."""
         away = [(job, r) for t in self.steps if t for r in range(self.ranks) for job in self.jobs(t, r)]
@@ -250,7 +255,7 @@ def balanced(sight: Sight, rows: Layout, cols: Layout, tiling: Tiling) -> Schedu
     of ranks) being split, which is ⌊P/2⌋ + 1 steps for a causal mask; the best split of every block between its two ends.
     """
     ranks = rows.ranks
-    pairs = np.array([[_pairs(sight, rows.shards[i], cols.shards[j]) for j in range(ranks)] for i in range(ranks)])
+    pairs = _all_pairs(sight, rows, cols)
     distance = (np.arange(ranks)[:, None] - np.arange(ranks)[None, :]) % ranks
     halfway = np.where(2 * distance > ranks, 1.0, np.where(2 * distance == ranks, 0.5, 0.0))
     for moved in (np.zeros_like(pairs), halfway):
@@ -258,6 +263,11 @@ def balanced(sight: Sight, rows: Layout, cols: Layout, tiling: Tiling) -> Schedu
         if load.max() <= BALANCED * load.mean():
             return Schedule(sight, rows, cols, tiling, moved)
     return Schedule(sight, rows, cols, tiling, _levelled(pairs))
+
+
+def _all_pairs(sight: Sight, rows: Layout, cols: Layout) -> np.ndarray:
+    """[row rank, column rank]"""
+    return np.array([[_pairs(sight, i, j) for j in cols.shards] for i in rows.shards])
 
 
 def _pairs(sight: Sight, rows: Intervals, cols: Intervals) -> float:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,43 +29,46 @@ from .placement import Shard, V
 from .program import Heads, ProgramBuilder
 from .relation import operands, shape
 from .rules.base import Builder, Recipe, argument
-from .sites import Leaf, SiteContext, autocast, batch, demands, moved, row_of
+from .sites import Leaf, SiteContext, atmost, autocast, batch, demands, moved, row_of
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Blockwise:
-    """A strategy of this family. grouped: neighbouring ranks exchange heads before the ring."""
+    """A strategy of this family. grouped: neighbouring ranks exchange heads before the ring, `near` of them."""
 
     layout: Callable[[int, int], Layout]
     make: Callable[..., Schedule]
     grouped: bool = False
+    near: int = 1
 
-    def inner(self, region: Region, ranks: int) -> int:
-        """The size of the groups that exchange heads: the largest divisor of the ranks that splits key/value heads evenly."""
-        if not self.grouped:
-            return 1
-        groups = max(region.groups.values(), default=1)
-        fitting = [u for u in range(2, ranks + 1) if ranks % u == 0 and u <= region.heads]
-        even = [u for u in fitting if (region.heads // groups) % u == 0]
-        proper = [u for u in even if u < ranks]
-        return max(proper or even or fitting[:1], default=1)
+    @property
+    def params(self) -> tuple[tuple[str, int], ...]:
+        return (("inner", self.near),) if self.grouped else ()
 
-    def moved(self, region: Region, ctx: SiteContext) -> tuple[int, int]:
-        """Positions of rows, and of columns, that travel over all ranks (at most, where batches decide)."""
-        sight = ctx.sight(region, form(region).scores)
-        inner, sight = self.inner(region, ctx.ranks), sight.atmost if isinstance(sight, BatchSight) else sight
-        columns = ctx.facts.layout(region.columns) or contiguous(region.columns, ctx.ranks)
-        key = (self.make, sight.key, region.row, columns, inner)
-        if key not in ctx.moved:
-            schedule = self.make(sight, members(region.row, inner), members(columns, inner), Tiling(True, attend.BLOCK_ELEMENTS))
-            ctx.moved[key] = schedule.travelling
-        return ctx.moved[key]
+    def variants(self, region: Region, ctx: SiteContext) -> tuple[Blockwise, ...]:
+        """Where heads are exchanged first, one for each size of groups: the divisors of the ranks up to the heads."""
+        if not self.grouped or ctx.ranks == 1:
+            return (self,)
+        fitting = [u for u in range(2, ctx.ranks + 1) if ctx.ranks % u == 0 and u <= region.heads]
+        proper = [u for u in fitting if u < ctx.ranks]
+        return tuple(replace(self, near=u) for u in proper or fitting)
+
+    def counted(self, region: Region, ctx: SiteContext) -> dict[str, Any]:
+        """What travels over all ranks, in how many steps, and the busiest rank's work (at most, where batches decide)."""
+        sight, ranks = atmost(ctx.sight(region, form(region).scores)), ctx.ranks
+        rows, columns = self.layout(region.row.length, ranks), self.layout(region.columns, ranks)
+        key = (self.make, sight.key, rows, columns, self.near)
+        if key not in ctx.counted:
+            tiling = Tiling(True, attend.BLOCK_ELEMENTS)
+            schedule = self.make(sight, members(rows, self.near), members(columns, self.near), tiling)
+            ctx.counted[key] = {"moved": schedule.travelling, "steps": len(schedule.steps) - 1, "work": schedule.busiest}
+        return {**ctx.counted[key], "inner": self.near}
 
     def narrowed(self, region: Region, ctx: SiteContext) -> Region:
         """The region whose columns travel as their latent, where they have one and heads are not exchanged."""
-        return narrowed(region, ctx.facts) if self.inner(region, ctx.ranks) == 1 else region
+        return narrowed(region, ctx.facts) if self.near == 1 else region
 
     def latent(self, region: Region, ctx: SiteContext) -> int:
         """Bytes of one position's latent, or 0 where keys and values travel themselves."""
@@ -88,9 +92,11 @@ class Blockwise:
             return "it has fewer rows than there are ranks"
         if any(ctx.travels(u) and u[1].row is not None and u[1].col is not None for u in region.leaves):
             return "a value with rows and columns comes from outside it"
-        if self.grouped and (region.axes.head is None or self.inner(region, ctx.ranks) == 1 < ctx.ranks):
-            return "it has no head dimension to split" if region.axes.head is None else "it has too few heads"
-        if self is HALO and ctx.ranks > 1:
+        if self.grouped and region.axes.head is None:
+            return "it has no head dimension to split"
+        if self.grouped and ctx.ranks > 1 and not self.variants(region, ctx):
+            return "it has too few heads"
+        if self.make is owner_computes and ctx.ranks > 1:
             sight = ctx.sight(region, found.scores)
             if not isinstance(sight, Grid):
                 return "its mask is no window known beforehand"
@@ -113,7 +119,7 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         region, ranks = self.region, self.ctx.ranks
-        self.inner = self.strategy.inner(region, ranks)
+        self.inner = self.strategy.near
         self.shares = split(region.heads, self.inner)
         self.columns = self.ctx.facts.layout(region.columns) or contiguous(region.columns, ranks)
         self.carriers: dict[Use, blocks.Carrier] = {}
@@ -184,7 +190,7 @@ class _Lowering:
         builder = ProgramBuilder(region, heads, True, b.rank, b.ranks, b.group)
         graph, kernel_graph = builder.tile(self.form, causal)
         sight = self.ctx.sight(region, self.form.scores)
-        grid = sight.atmost if isinstance(sight, BatchSight) else sight
+        grid = atmost(sight)
         values, carriers = [], list[blocks.Carrier]()
         for what, axes in builder.leaves:
             if isinstance(what, tuple):

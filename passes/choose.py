@@ -1,13 +1,16 @@
-"""Which strategy each site gets: the one that was asked for where it applies, else the one that sends least."""
+"""What can be done with each site, asked of the planner; and what it decides, put into the types."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
 
 from ..cost_model.plan import Rejected, Site
-from ..cost_model.states import LINEAR_COSTS
-from ..cost_model.volumes import COSTS, Attention
+from ..cost_model.problem import Candidate, Choice, SiteProblem
+from ..cost_model.volumes import Attention
 from ..kernels.layout import head_tail
 from ..kernels.sight import Causal, Everything
 from .capture import source_line
@@ -17,35 +20,44 @@ from .mask import BatchSight
 from .place import Types
 from .recurrence import RECURRENT, Recurrent
 from .relation import shape
+from .rules.base import Recipe
 from .rules.linear import STATE
 from .sites import SiteContext, batch
 from .strategies import LOWERINGS
+from .workload import layer_of
 
 STRATEGIES = tuple(dict.fromkeys([*LOWERINGS, *RECURRENT]))
-Prices = Mapping[str, tuple[int, int]]  # by strategy: bytes sent by a rank, forward and backward
-Reasons = Mapping[str, str | None]  # by strategy: why it cannot apply, or None
 
 
-def attention(region: Region, ctx: SiteContext, types: Types, asked: str | None) -> Site:
-    """Choose for a softmax attention, put its recipe into the types, and say why."""
-    sizes = _sizes(region, ctx)
-    reasons = {name: _unusable(region, name, ctx) for name in LOWERINGS}
-    priced = {
-        name: replace(sizes, latent=row.latent(region, ctx), moved=row.moved(region, ctx), inner=row.inner(region, ctx.ranks))
-        if reasons[name] is None
-        else replace(sizes, inner=row.inner(region, ctx.ranks))
-        for name, row in LOWERINGS.items()
-    }
-    prices = {name: COSTS[name](priced[name]) for name in LOWERINGS}
-    best, notes = _best(prices, reasons, asked)
-    if priced[best].latent:
-        notes.append(f"keys and values travel as their latent, {priced[best].latent} B a position")
-    types.recipes[region.closing] = LOWERINGS[best].lower(region, ctx)
-    return Site(
-        module_path(region.closing),
-        "softmax attention" if region.softmax else "pairwise",
-        best,
-        source_line(region.closing),
+@dataclass(frozen=True)
+class Open:
+    """A site before the decision: the node that it ends in, what the plan says of it, and for each candidate how it is
+    lowered.
+    """
+
+    node: fx.Node
+    problem: SiteProblem
+    lower: tuple[Callable[[], Recipe], ...]
+    described: Site
+
+
+def attention(region: Region, ctx: SiteContext) -> Open:
+    """The ways to run a softmax attention."""
+    sizes, node = _sizes(region, ctx), region.closing
+    candidates, lower = [], []
+    for name, row in LOWERINGS.items():
+        reason = row.inapplicable(region, ctx)
+        for way in (row,) if reason else row.variants(region, ctx):
+            counted = sizes if reason else replace(sizes, latent=way.latent(region, ctx), **way.counted(region, ctx))
+            layout = None if way.layout is None else layout_name(way.layout)
+            candidates.append(Candidate(name, None if reason else counted, layout, way.params, reason or ""))
+            lower.append(functools.partial(way.lower, region, ctx))
+    kind = "softmax attention" if region.softmax else "pairwise"
+    described = Site(
+        module_path(node),
+        kind,
+        "",
+        source_line(node),
         sizes.batch,
         sizes.q_heads,
         sizes.kv_heads,
@@ -54,23 +66,27 @@ def attention(region: Region, ctx: SiteContext, types: Types, asked: str | None)
         sizes.head_dim,
         sizes.value_dim,
         f"mask {_mask_name(region, ctx)}",
-        *prices[best],
-        "; ".join(notes),
-        _rejected(best, prices, reasons, asked),
+        0,
+        0,
     )
+    return _open(node, kind, candidates, lower, described)
 
 
-def recurrence(site: Recurrent, ctx: SiteContext, types: Types, asked: str | None) -> Site:
-    """Choose for a linear attention, put its recipe into the types, and say why."""
+def recurrence(site: Recurrent, ctx: SiteContext) -> Open:
+    """The ways to run a linear attention."""
     sizes = site.sizes
-    reasons = {name: row.inapplicable(site) for name, row in RECURRENT.items()}
-    prices = {name: LINEAR_COSTS[name](sizes) for name in RECURRENT}
-    best, notes = _best(prices, reasons, asked)
-    types.recipes[site.node] = RECURRENT[best].lower(site, ctx)
-    return Site(
+    candidates, lower = [], []
+    for name, row in RECURRENT.items():
+        reason = row.inapplicable(site)
+        for params in ({},) if reason else row.variants(site):
+            counted = None if reason else replace(sizes, **params)
+            candidates.append(Candidate(name, counted, None, tuple(params.items()), reason or ""))
+            lower.append(functools.partial(row.lower, site, ctx, **params))
+    kind = "last state" if site.node.target is STATE else "linear attention"
+    described = Site(
         module_path(site.node),
-        "last state" if site.node.target is STATE else "linear attention",
-        best,
+        kind,
+        "",
         source_line(site.node),
         sizes.batch,
         sizes.heads,
@@ -80,33 +96,44 @@ def recurrence(site: Recurrent, ctx: SiteContext, types: Types, asked: str | Non
         sizes.key_dim,
         sizes.value_dim,
         f"state {site.what}",
-        *prices[best],
-        "; ".join(notes),
-        _rejected(best, prices, reasons, asked),
+        0,
+        0,
     )
+    return _open(site.node, kind, candidates, lower, described)
 
 
-def _best(prices: Prices, reasons: Reasons, asked: str | None) -> tuple[str, list[str]]:
-    """The strategy taken, and a note where it is not the one asked for. What is no strategy for this kind was not asked of it."""
-    why = reasons.get(asked) if asked else None
-    if asked is not None and asked in prices and why is None:
-        return asked, []
-    usable = [name for name in prices if reasons[name] is None]
-    notes = [f"{asked} cannot apply: {why}"] if why else []
-    return min(usable, key=lambda name: sum(prices[name])), notes
+def _open(
+    node: fx.Node, kind: str, candidates: Sequence[Candidate], lower: Sequence[Callable[[], Recipe]], described: Site
+) -> Open:
+    return Open(node, SiteProblem(described.name, kind, layer_of(node), tuple(candidates)), tuple(lower), described)
 
 
-def _rejected(best: str, prices: Prices, reasons: Reasons, asked: str | None) -> tuple[Rejected, ...]:
-    equal = "not asked for" if asked in prices else "sends no less"
-    more = "not asked for" if asked in prices else "sends more"
-    return tuple(
-        Rejected(
-            name,
-            reasons[name] or (equal if price == prices[best] else more),
-            None if reasons[name] else sum(price),
-        )
-        for name, price in prices.items()
-        if name != best
+def settle(site: Open, choice: Choice, types: Types) -> Site:
+    """Put the chosen recipe into the types; the site as the plan shows it."""
+    chosen = choice.candidate
+    number = next(
+        i
+        for i, c in enumerate(site.problem.candidates)
+        if (c.strategy, c.params) == (chosen.strategy, chosen.params) and not c.reason
+    )
+    types.recipes[site.node] = site.lower[number]()
+    notes = list(choice.notes)
+    latent = getattr(chosen.sizes, "latent", 0)
+    if latent:
+        notes.append(f"keys and values travel as their latent, {latent} B a position")
+    rejected = tuple(
+        Rejected(r.candidate.strategy, r.reason, r.bytes_sent, r.seconds, dict(r.candidate.params)) for r in choice.refused
+    )
+    return replace(
+        site.described,
+        strategy=chosen.strategy,
+        bytes_forward=choice.bytes_sent[0],
+        bytes_backward=choice.bytes_sent[1],
+        note="; ".join(notes),
+        params=dict(chosen.params),
+        seconds=choice.seconds,
+        saved=choice.saved,
+        rejected=rejected,
     )
 
 
@@ -143,15 +170,12 @@ def _sizes(region: Region, ctx: SiteContext) -> Attention:
     )
 
 
-def _unusable(region: Region, name: str, ctx: SiteContext) -> str | None:
-    """Why a strategy cannot be taken for a region, or None. The layout is one choice for the whole model."""
-    if LOWERINGS[name].layout not in (None, ctx.facts.arrange):
-        return f"the model's sequence is in {layout_name(ctx.facts)} layout"
-    return LOWERINGS[name].inapplicable(region, ctx)
+def layout_name(arrange: object) -> str:
+    return "head-tail" if arrange is head_tail else "contiguous"
 
 
-def layout_name(known: Facts) -> str:
-    return "head-tail" if known.arrange is head_tail else "contiguous"
+def layout_of(known: Facts) -> str:
+    return layout_name(known.arrange)
 
 
 def _mask_name(region: Region, ctx: SiteContext) -> str:

@@ -124,7 +124,8 @@ def _state(node: fx.Node, low: Lowering) -> tuple[int, int]:
     algorithm, (_, ranks, _, close) = node.args[10:12]  # type: ignore[misc]
     width = node.args[2].meta["val"].element_size()  # type: ignore[union-attr]
     sizes = states.LinearAttention.of(q, k, v, decay, remove, width, ranks, close)
-    return states.BY_ALGORITHM[algorithm](sizes)
+    sent = states.bytes_sent(states.ALGORITHMS[algorithm], sizes)
+    return sent, sent
 
 
 def _synced(node: fx.Node, low: Lowering) -> tuple[int, int]:

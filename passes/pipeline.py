@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch
 from torch import fx
 
 from ..cost_model.plan import Fallback, Plan, Site
+from ..cost_model.problem import Decide, Decision, Problem
 from ..kernels.errors import AutospError
-from ..kernels.layout import Layout, contiguous
+from ..kernels.layout import Layout, contiguous, head_tail
 from ..kernels.linear import TOKENS
-from . import choose, detect, facts, place
+from . import choose, detect, facts, place, workload
 from .capture import Captured, capture, source_line
 from .count import collectives
 from .lower import Lowering, Spread, lower
@@ -69,28 +70,79 @@ class Compiled:
     sites: list[detect.Region] = field(default_factory=list)
 
 
-def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], spread: Spread, settings: Settings) -> Compiled:
-    """Dynamo's graph into this rank's local graph and the plan."""
-    captured = capture(gm, example_inputs)
-    return compile_captured(captured, spread, settings)
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], spread: Spread, settings: Settings, decide: Decide
+) -> Compiled:
+    """Dynamo's graph into this rank's local graph and the plan, for which `decide` chooses."""
+    return compile_captured(capture(gm, example_inputs), spread, settings, decide)
 
 
-def compile_captured(captured: Captured, spread: Spread, settings: Settings) -> Compiled:
+def compile_captured(captured: Captured, spread: Spread, settings: Settings, decide: Decide) -> Compiled:
     """A captured graph into this rank's local graph and the plan."""
-    arrange = (LOWERINGS[settings.strategy].layout if settings.strategy in LOWERINGS else None) or contiguous
+    forced = LOWERINGS[settings.strategy].layout if settings.strategy in LOWERINGS else None
+    made = _opened(captured, spread, settings, forced or contiguous, fixed=forced is not None)
+    decision = decide(made.problem)
+    if decision.layout != choose.layout_of(made.facts):
+        made = _opened(captured, spread, settings, _ARRANGED[decision.layout], fixed=True)
+        decision = decide(made.problem)
+    known, types = made.facts, made.types
+    sites = [choose.settle(site, choice, types) for site, choice in zip(made.sites, decision.choices, strict=True)]
+    decisions = place.decide(captured, known, types, settings.outputs == "gather")
+    module, low = lower(captured, known, decisions, spread)
+    fake_mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in captured.module.graph.nodes if n.op == "placeholder"])
+    verify(module, captured, low, fake_mode)
+    plan = _plan(captured, types, decisions, low, sites, made.refused, settings, decision)
+    return Compiled(module, captured, plan, tuple(low.extras), made.regions)
+
+
+_ARRANGED = {"contiguous": contiguous, "head-tail": head_tail}
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A graph typed under one layout, and what the planner is asked about it."""
+
+    facts: facts.Facts
+    types: place.Types
+    regions: list[detect.Region]
+    refused: Mapping[fx.Node, str]
+    sites: list[choose.Open]
+    problem: Problem
+
+
+def _opened(
+    captured: Captured, spread: Spread, settings: Settings, arrange: Callable[[int, int], Layout], fixed: bool
+) -> _Opened:
+    """`fixed`: the layout is decided."""
     known = facts.read(captured, spread.ranks, arrange)
     _refuse_short(captured, known, settings)
     types = _typed(captured, known, settings)
     ctx = SiteContext(known, Sights(captured, Constants(captured)))
     regions, refused = detect.regions(captured, known, types)
-    sites = [choose.attention(region, ctx, types, settings.strategy) for region in regions]
-    sites += [choose.recurrence(site, ctx, types, settings.strategy) for site in recurrences(captured.module.graph, types)]
-    decisions = place.decide(captured, known, types, settings.outputs == "gather")
-    module, low = lower(captured, known, decisions, spread)
-    fake_mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in captured.module.graph.nodes if n.op == "placeholder"])
-    verify(module, captured, low, fake_mode)
-    plan = _plan(captured, types, decisions, low, sites, refused, settings)
-    return Compiled(module, captured, plan, tuple(low.extras), regions)
+    recurrent = recurrences(captured.module.graph, types)
+    sites = [*(choose.attention(r, ctx) for r in regions), *(choose.recurrence(r, ctx) for r in recurrent)]
+    trained, frozen = workload.parameter_bytes(known)
+    data = [shape(n) for n, item in known.inputs.items() if item.kind == "data"]
+    problem = Problem(
+        spread.ranks,
+        _dtype(captured, sites),
+        tuple(s.problem for s in sites),
+        workload.layers(captured, known, types, [*regions, *recurrent], settings.compiler),
+        workload.exchanges(captured, known, types, spread.dp),
+        choose.layout_name(arrange) if fixed or not sites else None,
+        settings.strategy,
+        max((size[0] * size[1] for size in data if len(size) > 1), default=0),
+        trained,
+        frozen,
+        spread.dp,
+    )
+    return _Opened(known, types, regions, refused, sites, problem)
+
+
+def _dtype(captured: Captured, sites: Sequence[choose.Open]) -> str:
+    """What most of the computing is done in: the type of the sites' results, else of the first floating input."""
+    nodes = [*(s.node for s in sites), *captured.module.graph.nodes]
+    return next((str(n.meta["val"].dtype).removeprefix("torch.") for n in nodes if facts.is_float(n)), "float32")
 
 
 # Where sequences start ----------------------------------------------------------------------------
@@ -197,6 +249,7 @@ def _plan(
     sites: Sequence[Site],
     refused: Mapping[fx.Node, str],
     settings: Settings,
+    decision: Decision,
 ) -> Plan:
     layouts: set[Layout] = {p.layout for v in decisions.versions.values() for p in v if isinstance(p, Shard)}
     notes = [f"{source_line(n)} was not taken as one attention: {why}" for n, why in refused.items()]
@@ -208,14 +261,17 @@ def _plan(
     return Plan(
         low.ranks,
         tuple(sorted({s.q_seq for s in sites} | {s.kv_seq for s in sites}, reverse=True)),
-        choose.layout_name(low.facts),
+        decision.layout,
         tuple(sites),
         tuple(Fallback(_op_name(g.node), source_line(g.node), g.bytes, g.reason) for g in types.gathered),
         collectives(low),
         tuple(names),
         settings.compiler,
         settings.grad_sync,
-        tuple(notes),
+        (*notes, *decision.notes),
+        {"dp": low.spread.dp, "sp": low.ranks},
+        decision.hardware,
+        decision.totals,
     )
 
 

@@ -22,7 +22,7 @@ from .rules.linear import OPERATORS, STATE, demands, operands_given
 from .sites import SiteContext
 
 aten = torch.ops.aten
-BLOCKS = 8  # pieces of a state in a chain: hops overlap, and a message is still worth its latency
+BLOCKS = (1, 2, 4, 8, 16, 32, 64)  # into how many pieces a chain may cut a state
 ALONE: tuple[str, tuple[int, ...], str] = ("chain", (0, 1, 1, 1), "")
 
 
@@ -38,8 +38,7 @@ class Recurrent:
         q, k, v, decay, remove = (shape(x) if isinstance(x, fx.Node) else None for x in self.node.args[:5])
         assert q and k and v
         width = self.node.args[2].meta["val"].element_size()  # type: ignore[union-attr]
-        ranks = self.layout.ranks
-        return states.LinearAttention.of(q, k, v, decay, remove, width, ranks, neighbours(ranks))
+        return states.LinearAttention.of(q, k, v, decay, remove, width, self.layout.ranks)
 
     @property
     def what(self) -> str:
@@ -59,38 +58,37 @@ def recurrences(graph: fx.Graph, types: Types) -> list[Recurrent]:
     return found
 
 
-def neighbours(ranks: int) -> int:
-    """How many ranks are taken to be close to each other: the largest divisor up to √P."""
-    return max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * n <= ranks)
+Params = dict[str, int]
 
 
 @dataclass(frozen=True)
 class RecurrentStrategy:
-    """One row of `RECURRENT`, to be read beside `cost_model.states.LINEAR_COSTS`. inapplicable: why it cannot apply, or None."""
+    """One row of `RECURRENT`, to be read beside `cost_model.prices.LINEAR_COSTS`. lower takes one of the variants' parameters.
+    inapplicable: why it cannot apply, or None."""
 
-    lower: Callable[[Recurrent, SiteContext], Recipe]
+    lower: Callable[..., Recipe]
     inapplicable: Callable[[Recurrent], str | None] = lambda site: None
+    variants: Callable[[Recurrent], Sequence[Params]] = lambda site: ({},)
 
 
 # Lowerings ----------------------------------------------------------------------------------------
 
 
-def _scanned(algorithm: str, site: Recurrent, ctx: SiteContext) -> Recipe:
+def _scanned(algorithm: str, site: Recurrent, ctx: SiteContext, blocks: int = 1, node: int = 1) -> Recipe:
     """Every rank computes its own tokens, from the state that the ranks before leave."""
-    node, layout = site.node, site.layout
-    given = operands_given(node)
-    starts = node.args[5]
+    at, layout = site.node, site.layout
+    given = operands_given(at)
+    starts = at.args[5]
     links = ctx.sights.links(starts, layout) if isinstance(starts, fx.Node) and ctx.ranks > 1 else None
 
     def emit(b: Builder, values: Sequence[fx.Node]) -> fx.Node:
         taken = iter(values)
         operand = [next(taken) if there else None for there in given]
         linked = b.of_batch(links) if links is not None else None
-        places = (algorithm, (b.rank, b.ranks, BLOCKS, neighbours(b.ranks)), b.group)
-        return _computed(b, node, [*operand, linked], places)
+        return _computed(b, at, [*operand, linked], (algorithm, (b.rank, b.ranks, blocks, node), b.group))
 
-    out: Placement = P if node.target is STATE else Shard(TOKENS, layout)
-    return Recipe(out, demands(node, layout), emit)
+    out: Placement = P if at.target is STATE else Shard(TOKENS, layout)
+    return Recipe(out, demands(at, layout), emit)
 
 
 def _computed(b: Builder, node: fx.Node, values: Sequence[fx.Node | None], places: tuple[str, tuple[int, ...], str]) -> fx.Node:
@@ -144,14 +142,26 @@ def _no_heads(site: Recurrent) -> str | None:
     return None
 
 
+def _chains(site: Recurrent) -> Sequence[Params]:
+    """As many blocks as a state has rows of heads and columns, at most; one rank has none to send."""
+    sizes = site.sizes
+    most = sizes.batch * sizes.heads * sizes.value_dim if sizes.ranks > 1 else 1
+    return [{"blocks": k} for k in BLOCKS if k <= most]
+
+
+def _nodes(site: Recurrent) -> Sequence[Params]:
+    ranks = site.layout.ranks
+    return [{"node": n} for n in range(2, ranks) if ranks % n == 0]
+
+
 def _one_node(site: Recurrent) -> str | None:
-    return "there is one level of ranks" if neighbours(site.layout.ranks) == 1 else None
+    return None if _nodes(site) else "there is one level of ranks"
 
 
 RECURRENT: dict[str, RecurrentStrategy] = {
-    "all-scan": RecurrentStrategy(functools.partial(_scanned, "chain")),
+    "all-scan": RecurrentStrategy(functools.partial(_scanned, "chain"), variants=_chains),
     "log-step": RecurrentStrategy(functools.partial(_scanned, "log-step")),
-    "two-level": RecurrentStrategy(functools.partial(_scanned, "two-level"), _one_node),
+    "two-level": RecurrentStrategy(functools.partial(_scanned, "two-level"), _one_node, _nodes),
     "gather-states": RecurrentStrategy(functools.partial(_scanned, "gather")),
     "all-to-all": RecurrentStrategy(_by_heads, _no_heads),
 }

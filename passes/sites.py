@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -34,7 +35,7 @@ class SiteContext:
 
     facts: Facts
     sights: Sights
-    moved: dict[object, tuple[int, int]] = field(default_factory=dict)  # by schedule: regions under one mask share it
+    counted: dict[object, dict[str, Any]] = field(default_factory=dict)  # by schedule: regions under one mask share it
 
     @property
     def ranks(self) -> int:
@@ -54,7 +55,7 @@ class SiteContext:
             return None, None
         if isinstance(sight, Causal):
             return region.columns, 0
-        grid = sight.atmost if isinstance(sight, BatchSight) else sight
+        grid = atmost(sight)
         assert isinstance(grid, Grid)
         return grid.band
 
@@ -128,6 +129,31 @@ def no_heads(region: Region, ctx: SiteContext) -> str | None:
         if axes.row is not None and axes.col is not None and axes.head is not None and node in ctx.facts.from_data:
             return "a value with rows, columns and heads comes from outside it"
     return None
+
+
+def pairs_of_all(region: Region, ctx: SiteContext) -> float | None:
+    """Pairs that a whole head computes, counted where the mask is more than a band."""
+    sight = _counted(region, ctx)
+    return None if sight is None else sight.pairs((0, region.row.length), (0, region.columns))
+
+
+def pairs_of_rows(region: Region, ctx: SiteContext) -> float | None:
+    """Pairs of the rank whose rows see most, counted where the mask is more than a band."""
+    sight = _counted(region, ctx)
+    if sight is None:
+        return None
+    return max(sum(sight.pairs(rows, (0, region.columns)) for rows in shard) for shard in region.row.shards)
+
+
+def _counted(region: Region, ctx: SiteContext) -> Sight | None:
+    if region.closing.target is not SDPA or isinstance(ctx.sight(region), (Everything, Causal)):
+        return None
+    return atmost(ctx.sight(region))
+
+
+def atmost(sight: Sight | BatchSight) -> Sight:
+    """What rows see in any batch, at most."""
+    return sight.atmost if isinstance(sight, BatchSight) else sight
 
 
 # Leaves -------------------------------------------------------------------------------------------
@@ -242,8 +268,7 @@ def _blocks(region: Region, ctx: SiteContext, rows: tuple[Interval, ...], trimme
     Attention kernels hold no scores, only the mask, which heads share; other regions hold every head's, and a softmax
     of no columns has no general answer, so they see every column.
     """
-    sight = ctx.sight(region) if trimmed else Everything()
-    sight = sight.atmost if isinstance(sight, BatchSight) else sight
+    sight = atmost(ctx.sight(region)) if trimmed else Everything()
     blocks = []
     for r in placed(rows):
         for a in range(*r.interval, STRIP_ROWS):

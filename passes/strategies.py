@@ -1,15 +1,16 @@
-"""The strategies: one row each, to be read beside `cost_model.volumes.COSTS`."""
+"""The strategies: one row each, to be read beside `cost_model.prices.COSTS`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ..kernels.layout import Layout
 from .blockwise import BLOCKWISE, Blockwise
 from .detect import Region
 from .rules.base import Recipe
-from .sites import SiteContext, all_to_all, gather_kv, no_heads
+from .sites import SiteContext, all_to_all, gather_kv, no_heads, pairs_of_all, pairs_of_rows
 
 
 @dataclass(frozen=True)
@@ -17,21 +18,30 @@ class Strategy:
     """One way to spread an attention over ranks; `Blockwise` is a whole family with the same members.
 
     layout: how the whole model's sequence must be held (None: in any way). lower: a region's recipe. inapplicable: why it cannot
-    be taken for a region, or None. inner: how many neighbouring ranks exchange heads. latent: bytes of one position
-    of what keys and values travel as, if not as themselves. moved: positions of
-    rows and of columns that travel between ranks, where a schedule says so.
+    be taken for a region, or None. work: pairs that the busiest rank computes for each head, where a mask says so. params:
+    its own, for the plan.
     """
 
-    layout: Callable[[int, int], Layout] | None
     lower: Callable[[Region, SiteContext], Recipe]
     inapplicable: Callable[[Region, SiteContext], str | None]
-    inner: Callable[[Region, int], int] = lambda region, ranks: 1
-    latent: Callable[[Region, SiteContext], int] = lambda region, ctx: 0
-    moved: Callable[[Region, SiteContext], tuple[int, int] | None] = lambda region, ctx: None
+    work: Callable[[Region, SiteContext], float | None]
+    layout: Callable[[int, int], Layout] | None = None
+    params: tuple[tuple[str, int], ...] = ()
+
+    def variants(self, region: Region, ctx: SiteContext) -> tuple[Strategy, ...]:
+        return (self,)
+
+    def latent(self, region: Region, ctx: SiteContext) -> int:
+        """Bytes of one position of what keys and values travel as, if not as themselves."""
+        return 0
+
+    def counted(self, region: Region, ctx: SiteContext) -> dict[str, Any]:
+        """Fields of `volumes.Attention` that are counted on the mask at hand."""
+        return {"work": self.work(region, ctx)}
 
 
 LOWERINGS: dict[str, Strategy | Blockwise] = {
-    "all-to-all": Strategy(None, all_to_all, no_heads),
-    "gather-kv": Strategy(None, gather_kv, lambda region, ctx: None),
+    "all-to-all": Strategy(all_to_all, no_heads, pairs_of_all),
+    "gather-kv": Strategy(gather_kv, lambda region, ctx: None, pairs_of_rows),
     **BLOCKWISE,
 }

@@ -13,6 +13,8 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autosp.cost_model.hardware import load
+from autosp.cost_model.planner import Planner
 from autosp.mesh import resolve
 from autosp.parallelizer import tracing
 from autosp.passes import recognise
@@ -20,6 +22,7 @@ from autosp.passes.capture import capture
 from autosp.passes.pipeline import Compiled, Settings, compile_captured
 
 aten = torch.ops.aten
+PLANNER = Planner(load("cpu"))
 
 
 def _write(buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -49,7 +52,7 @@ class Lowered:
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         captured, spread = capture(gm, example_inputs), resolve(self.mesh, "autosp").spread
         for strategy in self.strategies:
-            self.compiled[strategy] = compile_captured(captured, spread, Settings(strategy, compiler="aot_eager"))
+            self.compiled[strategy] = compile_captured(captured, spread, Settings(strategy, compiler="aot_eager"), PLANNER)
             module = self.compiled[strategy].module
             for node in module.graph.nodes:
                 if node.target is aten.copy_.default:  # the partitioner leaves a running statistic out of the gradient

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from direct import PLANNER
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -74,7 +75,7 @@ def trace(
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
         traced = Traced(
-            compile_graph(gm, example_inputs, Spread(rank, ranks, "nobody"), Settings(compiler="aot_eager", **options))
+            compile_graph(gm, example_inputs, Spread(rank, ranks, "nobody"), Settings(compiler="aot_eager", **options), PLANNER)
         )
         found.append(traced)
         if backward:

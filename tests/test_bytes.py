@@ -13,7 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from autosp.cost_model.plan import Plan
-from autosp.cost_model.volumes import COSTS, Attention
+from autosp.cost_model import prices
+from autosp.cost_model.prices import COSTS
+from autosp.cost_model.volumes import Attention
 
 RANKS, SEQ, BATCH, HEAD_DIM, WIDE = 4, 8192, 1, 16, 320
 
@@ -111,7 +113,7 @@ def test_a_site_is_priced_at_what_its_collectives_send(strategy: str) -> None:
         (site,), own = plan.sites, [c for c in plan.collectives if c.op not in ("sync", "psum")]
         sent = sum(c.bytes_forward for c in own), sum(c.bytes_backward for c in own)
         priced = site.bytes_forward, site.bytes_backward
-        assert site.strategy == strategy and priced == COSTS[strategy](attention(strategy, ranks, mask, heads)), site
+        assert site.strategy == strategy and priced == prices.sent(strategy, attention(strategy, ranks, mask, heads)), site
         if mask != WINDOW or strategy not in ("ring", "balanced-ring", "ring-a2a"):
             assert priced == sent, (ranks, mask, heads, own)
 
@@ -130,15 +132,15 @@ def test_formulas_of_rings(ranks: int, heads: tuple[int, int]) -> None:
     u_q, u_k = (BATCH * 768 // ranks * h * HEAD_DIM * 4 for h in heads)
     stats = BATCH * 768 // ranks * heads[0] * 4
     sized = {m: attention("ring", ranks, m, heads) for m in MASKS}
-    assert COSTS["ring"](sized["none"]) == (2 * (ranks - 1) * u_k, 4 * (ranks - 1) * u_k)
-    assert COSTS["ring"](sized["causal"]) == (3 * (ranks - 1) * u_k // 2, 3 * (ranks - 1) * u_k)
+    assert prices.sent("ring", sized["none"]) == (2 * (ranks - 1) * u_k, 4 * (ranks - 1) * u_k)
+    assert prices.sent("ring", sized["causal"]) == (3 * (ranks - 1) * u_k // 2, 3 * (ranks - 1) * u_k)
     shares, moved = (3 * ranks - 2) / 4, ranks / 8  # of 2 U_k each way, and of a shard's rows
     forward = shares * u_k + moved * (2 * u_q + stats)
     backward = 2 * shares * u_k + moved * (3 * u_q + 2 * stats)
-    assert COSTS["balanced-ring"](sized["causal"]) == (forward, backward)
+    assert prices.sent("balanced-ring", sized["causal"]) == (forward, backward)
     reached = sum(min(WINDOW - 1, r * 768 // ranks) for r in range(ranks)) / ranks
     kv = 2 * heads[1] * HEAD_DIM * 4
-    assert COSTS["halo"](sized[WINDOW]) == (round(reached * kv), round(2 * reached * kv))
+    assert prices.sent("halo", sized[WINDOW]) == (round(reached * kv), round(2 * reached * kv))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -159,16 +161,16 @@ def test_uneven_sizes_are_counted_as_they_are_sent() -> None:
     """Three heads, one key/value head, 101 positions on 4 ranks: the mean over ranks of what each sends."""
     model, inputs = OneAttention(3, 1), {"ids": torch.zeros(2, 101, dtype=torch.long)}
     traced = [trace(model, inputs, RANKS, rank, strategy="all-to-all") for rank in range(RANKS)]
-    sent = sum(t.sent(0, RANKS, rank)["all-to-all"] for rank, t in enumerate(traced))
-    assert round(sent / RANKS) == traced[0].compiled.plan.sites[0].bytes_forward
+    posted = sum(t.sent(0, RANKS, rank)["all-to-all"] for rank, t in enumerate(traced))
+    assert round(posted / RANKS) == traced[0].compiled.plan.sites[0].bytes_forward
     assert traced[0].compiled.plan == traced[3].compiled.plan
 
 
 def test_formulas_when_everything_divides() -> None:
     sizes = Attention(2, 16, 4, 64, 64, 8, 8, 2, 8)
     u_q, u_k = 2 * 8 * 16 * 8 * 2, 2 * 8 * 4 * 8 * 2
-    assert COSTS["all-to-all"](sizes)[0] == 7 * (2 * u_q + 2 * 2 * u_k) // 8
-    assert COSTS["gather-kv"](sizes) == (2 * 7 * u_k, 4 * 7 * u_k)
+    assert prices.sent("all-to-all", sizes)[0] == 7 * (2 * u_q + 2 * 2 * u_k) // 8
+    assert prices.sent("gather-kv", sizes) == (2 * 7 * u_k, 4 * 7 * u_k)
 
 
 def _llama(seq_len: int, layers: int = 1, **changes: object) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -19,6 +19,7 @@ ALLOWED = {
         "autosp.passes.",
         "autosp.kernels.",
         "autosp.cost_model.plan.",
+        "autosp.cost_model.problem.",
         "autosp.cost_model.states.",
         "autosp.cost_model.volumes.",
     ),

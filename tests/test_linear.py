@@ -244,7 +244,10 @@ def test_what_is_sent_is_what_the_plan_says(pool: Pool, algorithm: str) -> None:
     for decay, remove in (("scalar", False), ("vector", False), ("vector", True)):
         posted = pool.run(sent, algorithm, decay, (), remove, on=4)
         sizes = states.LinearAttention(2, 4, 4, 4, 96, 6, 5, 6 if decay == "vector" else 1, remove, 2, 4, 2)
-        assert tuple(sum(each) // 4 for each in zip(*posted, strict=True)) == states.BY_ALGORITHM[algorithm](sizes)
+        assert (
+            tuple(sum(each) // 4 for each in zip(*posted, strict=True))
+            == (states.bytes_sent(states.ALGORITHMS[algorithm], sizes),) * 2
+        )
 
 
 def flops(mesh: DeviceMesh, remove: bool) -> tuple[int, int]:

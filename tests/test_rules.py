@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from autosp.cost_model.states import LINEAR_COSTS
-from autosp.cost_model.volumes import COSTS
+from autosp.cost_model.prices import COSTS, LINEAR_COSTS
 from autosp.kernels.comm import cut
 from autosp.kernels.layout import contiguous
 from autosp.passes.capture import Captured, Input

@@ -1,0 +1,396 @@
+"""Seconds and bytes of each strategy, in sympy: one row a strategy in `COSTS` and `LINEAR_COSTS`.
+
+Every row is written in the quantities of `symbols`. What a strategy moves and computes (N, m, r, x, n, ..) is counted by
+`volumes` and `states` for the sizes at hand; `textbook` has the same as formulas in S, P, H, .., which hold where everything
+divides and the mask is causal or none. Communication is α once a collective, γ a message, and bytes ÷ β on the slowest link;
+a rank computes while blocks or states travel, and the share φ of what coincides costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
+
+import sympy
+from sympy import Expr, Integer, Max, Min, Rational, ceiling, log
+
+from . import states, volumes
+from .hardware import Hardware
+from .states import LinearAttention
+from .symbols import (
+    B,
+    C,
+    D,
+    D_v,
+    F_b,
+    F_f,
+    G,
+    G_u,
+    H,
+    H_kv,
+    K_b,
+    N,
+    P,
+    S,
+    T,
+    a,
+    alpha_g,
+    alpha_x,
+    beta_g,
+    beta_h,
+    beta_n,
+    beta_x,
+    beta_xf,
+    c,
+    e,
+    f,
+    f_A,
+    f_s,
+    gamma_g,
+    gamma_h,
+    gamma_n,
+    gamma_x,
+    m,
+    n,
+    n_A,
+    n_s,
+    phi,
+    r,
+    s,
+    s_A,
+    tau,
+    u,
+    w,
+    x,
+    z,
+)  # fmt: skip
+from .volumes import Attention
+from .work import CHUNK, linear_forward
+
+Values = dict[sympy.Symbol, float]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One direction. Seconds of the busiest rank: `compute`, `communication`, and as much of it as is `exposed`, not hidden
+    behind computation. Bytes one rank sends, as the mean over ranks: `sent`, and `far` of them to other nodes."""
+
+    compute: Expr
+    communication: Expr
+    exposed: Expr
+    sent: Expr
+    far: Expr
+
+
+@dataclass(frozen=True)
+class Price:
+    """A strategy's row. Bytes on a rank: `saved` from forward for backward, `held` at most while it runs beside them."""
+
+    forward: Pass
+    backward: Pass
+    saved: Expr
+    held: Expr
+
+    @property
+    def terms(self) -> list[Expr]:
+        return [*astuple(self.forward), *astuple(self.backward), self.saved, self.held]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A row's numbers for sizes and a machine: seconds and bytes of forward and backward, as in `Pass` and `Price`."""
+
+    forward: tuple[float, float, float, float, float]
+    backward: tuple[float, float, float, float, float]
+    saved: float
+    held: float
+
+    def _both(self, i: int) -> float:
+        return self.forward[i] + self.backward[i]
+
+    @property
+    def compute(self) -> float:
+        return self._both(0)
+
+    @property
+    def communication(self) -> float:
+        return self._both(1)
+
+    @property
+    def exposed(self) -> float:
+        return self._both(2)
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exposed
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        return round(self.forward[3]), round(self.backward[3])
+
+
+# Exchanges ----------------------------------------------------------------------------------------
+
+NOTHING = Integer(0)
+many = Min(1, P - 1)  # 0 on one rank
+FAR = (P - G) / Max(1, P - 1)  # of the other ranks, those in other nodes
+
+
+def _exchange(sent: Expr, count: int) -> Expr:
+    """`count` all-to-alls among u ranks in which a rank sends `sent` bytes: links inside and between nodes are used at once."""
+    others = Max(1, u - 1)
+    near, far = (G_u - 1) / others, (u - G_u) / others
+    return Min(1, u - 1) * count * alpha_x + count * (u - 1) * gamma_x + Max(sent * near / beta_x, sent * far / beta_xf)
+
+
+def _gathers(sent: Expr, count: int) -> Expr:
+    """`count` all-gathers or reduce-scatters, around a ring."""
+    return many * count * alpha_g + count * (P - 1) * gamma_g + sent / beta_g
+
+
+def _blocks(sent: Expr) -> Expr:
+    """Blocks to one neighbour after another."""
+    return n * gamma_h + sent / beta_h
+
+
+def _hidden(transfer: Expr, work: Expr) -> Expr:
+    return phi * Min(transfer, work)
+
+
+# Softmax attention --------------------------------------------------------------------------------
+
+PAIR_F, PAIR_B = 2 * B * (D + D_v), 2 * B * (3 * D + 2 * D_v)  # FLOP of a (query, key, head): two products, and five
+ROWS = S / P * B * H  # (query, head) pairs of a rank
+SAVED = ROWS * (D * e + D_v * e + a) + T / P * B * H_kv * (D + D_v) * e  # q, out, log-sum-exp; k, v
+ON_HEADS = (D + D_v) * B * e  # bytes of an exchanged (position, head): q and out, or k and v
+
+
+def _computed(flop: Expr, rate: Expr, calls: Expr) -> Expr:
+    return N * flop / rate + calls * tau
+
+
+def _all_to_all() -> Price:
+    forward, backward = _computed(PAIR_F, F_f, Integer(1)), _computed(PAIR_B, F_b, Integer(1))
+    sent, moved = x * ON_HEADS, _exchange(x * ON_HEADS, 4)
+    far = sent * FAR
+    again = Max(0, P / H_kv - 1) * T / P * B * H_kv * (D + D_v) * e  # key/value heads that several ranks need
+    return Price(Pass(forward, moved, moved, sent, far), Pass(backward, moved, moved, sent, far), SAVED + again, 2 * SAVED)
+
+
+def _gather_kv() -> Price:
+    forward, backward = _computed(PAIR_F, F_f, Integer(1)), _computed(PAIR_B, F_b, Integer(1))
+    once, back = _gathers(m * c, 2), _gathers(2 * m * c, 4)
+    whole = T * B * H_kv * (D + D_v) * e
+    return Price(
+        Pass(forward, once, once, m * c, m * c * FAR),
+        Pass(backward, back, back, 2 * m * c, 2 * m * c * FAR),
+        SAVED,
+        whole * (1 + a / e),
+    )
+
+
+def _travelling(exchanged: bool = False) -> Price:
+    """Keys and values of m positions, and queries of r, travel in n steps; results, and backward gradients in the type they
+    are summed in, go back. Each step's transfer runs while the step before is computed."""
+    query = r * B * H
+    sent = m * c + query * (D * e + D_v * a + a)
+    back = m * c * (1 + a / e) + query * (D * e + D_v * e + 2 * a + D * a)
+    forward, backward = _computed(PAIR_F, F_f, 1 + n), _computed(PAIR_B, F_b, 1 + n)
+    far = Min(1, Max(0, P - G))  # every step has a rank whose neighbour is in another node
+    heads = _exchange(x * ON_HEADS, 4) if exchanged else Integer(0)
+    extra = x * ON_HEADS if exchanged else Integer(0)
+
+    def way(compute: Expr, bytes_sent: Expr) -> Pass:
+        moved = _blocks(bytes_sent)
+        hidden = _hidden(moved, compute * n / (n + 1))
+        away = bytes_sent * (far if not exchanged else Min(1, Max(0, P - G)))
+        return Pass(compute, heads + moved, heads + moved - hidden, extra + bytes_sent, away + extra * FAR * many)
+
+    block = T / P * B * H_kv * (D + D_v) * e
+    return Price(way(forward, sent), way(backward, back), SAVED, 2 * block * (1 + a / e))
+
+
+COSTS: dict[str, Price] = {
+    "all-to-all": _all_to_all(),
+    "gather-kv": _gather_kv(),
+    "halo": _travelling(),
+    "ring": _travelling(),
+    "balanced-ring": _travelling(),
+    "ring-a2a": _travelling(exchanged=True),
+}
+
+# Linear attention ---------------------------------------------------------------------------------
+
+TOKENS = B * w * T / P  # bytes of a rank's tokens
+BACK = Rational(5, 2)  # work of backward ÷ work of forward
+
+
+def _scanned(moved: Expr, sent: Expr, far: Expr, more: Expr = NOTHING, waits: Expr = NOTHING) -> Price:
+    """A state travels while everything that needs none is computed; `waits` is computed along its way, one rank after another."""
+    relaid = z * TOKENS  # from a head-tail layout and back
+
+    def way(work: Expr, rate: Expr) -> Pass:
+        compute = work / rate + 3 * tau
+        # Its own part of the passage a rank computes anyhow; the P − 1 before it are waited for.
+        transfer = moved + waits / rate * (work / f)
+        order = Min(1, z * P) * many * 5 * (alpha_x + (P - 1) * gamma_x) + relaid / beta_xf
+        return Pass(compute, transfer + order, transfer - _hidden(transfer, compute) + order, sent + relaid, far + relaid * FAR)
+
+    return Price(way(f + more, F_f), way(BACK * f + more, F_b), TOKENS + s, 2 * s_A + relaid)
+
+
+def _linear_all_to_all() -> Price:
+    moved = _exchange(x, 5)
+    relaid = z * TOKENS
+    order = Min(1, z * P) * many * 5 * (alpha_x + (P - 1) * gamma_x) + relaid / beta_xf
+
+    def way(work: Expr, rate: Expr) -> Pass:
+        return Pass(work / rate + 3 * tau, moved + order, moved + order, x + relaid, (x + relaid) * FAR)
+
+    return Price(way(f, F_f), way(BACK * f, F_b), TOKENS + s, 2 * TOKENS + relaid)
+
+
+BETWEEN = Max(0, P / G - 1)  # links between nodes
+LINEAR_COSTS: dict[str, Price] = {
+    "all-scan": _scanned(
+        many * (P - 2 + K_b) * (gamma_h + s / (K_b * beta_h)),
+        n_s * s,
+        n_s * s * BETWEEN / Max(1, P - 1),
+        waits=many * (P - 2 + K_b) * f_s / K_b,
+    ),
+    "log-step": _scanned(ceiling(log(P, 2)) * (gamma_h + s_A / beta_h), n_A * s_A, n_A * s_A * FAR, more=f_A * many),
+    "two-level": _scanned(
+        (G - 1) * (gamma_n + s_A / beta_n) + BETWEEN * (gamma_h + s / beta_h) + Min(1, G - 1) * gamma_n + (G - 1) * s / beta_n,
+        n_A * s_A + n_s * s,
+        n_s * s * BETWEEN / Max(1, BETWEEN + G - 1),
+        more=f_A * many,
+    ),
+    "gather-states": _scanned(many * alpha_g + (P - 1) * (gamma_g + s_A / beta_g), n_A * s_A, n_A * s_A * FAR, more=f_A * many),
+    "all-to-all": _linear_all_to_all(),
+}
+
+
+# Numbers ------------------------------------------------------------------------------------------
+
+_ROWS = (*COSTS.values(), *LINEAR_COSTS.values())
+_ALL = tuple(sorted({q for row in _ROWS for term in row.terms for q in term.free_symbols}, key=str))
+
+
+@functools.cache
+def _compiled(linear: bool, strategy: str) -> Callable[..., tuple[float, ...]]:
+    row = (LINEAR_COSTS if linear else COSTS)[strategy]
+    return sympy.lambdify(_ALL, row.terms, "math", cse=True)
+
+
+@functools.lru_cache(maxsize=65536)
+def cost(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware, dtype: str) -> Cost:
+    """The row's numbers. Raises HardwareError where the machine's table lacks a number."""
+    values = bound(strategy, sizes, hardware, dtype)
+    found = _compiled(isinstance(sizes, LinearAttention), strategy)(*(values.get(q, 0.0) for q in _ALL))
+    numbers = tuple(float(v) for v in found)
+    return Cost(numbers[:5], numbers[5:10], *numbers[10:])  # type: ignore[arg-type]
+
+
+def sent(strategy: str, sizes: Attention | LinearAttention) -> tuple[int, int]:
+    """Bytes that one rank sends, as the mean over ranks, forward and backward: on any machine the same."""
+    linear = isinstance(sizes, LinearAttention)
+    row = (LINEAR_COSTS if linear else COSTS)[strategy]
+    values = linear_values(strategy, sizes) if isinstance(sizes, LinearAttention) else values_of(strategy, sizes)
+    forward, backward = (term.subs(values) for term in (row.forward.sent, row.backward.sent))
+    return round(float(forward)), round(float(backward))
+
+
+def bound(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware, dtype: str) -> Values:
+    """Every symbol's value."""
+    linear = isinstance(sizes, LinearAttention)
+    kernel = "linear" if linear else "attention"
+    values = {
+        **(linear_values(strategy, sizes) if isinstance(sizes, LinearAttention) else values_of(strategy, sizes)),
+        **_links(hardware, sizes.ranks, getattr(sizes, "inner", 1) if strategy == "ring-a2a" else sizes.ranks),
+        F_f: hardware.rate(f"{kernel}_forward", dtype),
+        F_b: hardware.rate(f"{kernel}_backward", dtype),
+        tau: hardware.seconds_per_call(f"{kernel}_forward"),
+        phi: hardware.overlap.value,
+    }
+    if strategy == "two-level" and isinstance(sizes, LinearAttention):
+        inside = hardware.level(sizes.node).link("p2p")
+        values |= {G: sizes.node, gamma_n: inside.message.value, beta_n: inside.bandwidth.value}
+    return values
+
+
+def values_of(strategy: str, q: Attention) -> Values:
+    """Of a softmax attention: sizes and counts."""
+    moved = volumes.counted(strategy, q)
+    per_head = q.batch * (q.head_dim + q.value_dim) * q.itemsize
+    return {
+        B: q.batch, S: q.q_seq, T: q.kv_seq, H: q.q_heads, H_kv: q.kv_heads, D: q.head_dim, D_v: q.value_dim, e: q.itemsize,
+        a: q.accumulator, P: q.ranks, N: moved.work, m: moved.columns / q.ranks, r: moved.rows / q.ranks,
+        x: moved.exchanged / q.ranks, n: moved.steps, c: q.latent or moved.kv_heads * per_head,
+    }  # fmt: skip
+
+
+def linear_values(strategy: str, q: LinearAttention) -> Values:
+    """Of a linear attention: sizes, counts and work."""
+    moved, tokens = states.LINEAR_COUNTS[strategy](q), -(-q.seq // q.ranks)
+    heads = q.batch * q.heads
+    own = linear_forward(q.batch, q.heads, tokens, q.key_dim, q.value_dim, q.remove)
+    numbers = (q.query_heads + q.key_heads * (1 + q.remove)) * q.key_dim + 2 * q.heads * q.value_dim + q.heads * q.decays
+    share = 1 - 1 / q.ranks if q.relaid else 0.0
+    if strategy == "all-to-all":
+        own = linear_forward(q.batch, -(-q.heads // q.ranks), q.seq, q.key_dim, q.value_dim, q.remove)
+    return {
+        B: q.batch, S: q.seq, T: q.seq, H: q.heads, H_kv: q.key_heads, D: q.key_dim, D_v: q.value_dim, e: q.itemsize,
+        a: max(4, q.itemsize), P: q.ranks, C: CHUNK, K_b: q.blocks, f: own,
+        f_s: heads * tokens * 4 * q.key_dim * q.value_dim * q.remove, f_A: heads * tokens * 4 * q.key_dim**2 * q.remove,
+        s: q.state, s_A: q.pair, n_s: moved.states / q.ranks, n_A: moved.pairs / q.ranks,
+        x: moved.numbers * q.batch * q.itemsize / q.ranks, w: numbers * q.itemsize, z: share,
+    }  # fmt: skip
+
+
+def _links(hardware: Hardware, ranks: int, group: int) -> Values:
+    """What links do for all ranks of a sequence, and for those that exchange heads."""
+    near, far = hardware.levels[0], hardware.level(ranks)
+    node = min(near.ranks or ranks, ranks)
+    exchange = hardware.level(group).link("all_to_all")
+    gather, hop, inside = far.link("all_gather"), far.link("p2p"), near.link("p2p")
+    return {
+        G: node, u: group, G_u: min(node, group),
+        alpha_x: exchange.latency.value, gamma_x: exchange.message.value,
+        beta_x: near.link("all_to_all").bandwidth.value * near.ports, beta_xf: far.link("all_to_all").bandwidth.value * far.ports,
+        alpha_g: gather.latency.value, gamma_g: gather.message.value, beta_g: gather.bandwidth.value * far.ports,
+        gamma_h: hop.message.value, beta_h: hop.bandwidth.value, gamma_n: inside.message.value, beta_n: inside.bandwidth.value,
+    }  # fmt: skip
+
+
+# The same as formulas -----------------------------------------------------------------------------
+
+
+def textbook(strategy: str, causal: bool = True) -> Mapping[sympy.Symbol, Expr]:
+    """Counts of a softmax attention in sizes: exact where lengths, heads and groups divide and S = T. (anchors: U_q =
+    B·S/P·H·D·e, U_k = B·T/P·H_kv·D·e.)"""
+    share = (1 + 1 / S) / 2 if causal else Integer(1)
+    kv = B * H_kv * (D + D_v) * e
+    level = H * S * T * share / P
+    exchanged = (P - 1) / P * (S / P * H + T / P * Max(H_kv, P))
+    rows: dict[str, dict[sympy.Symbol, Expr]] = {
+        "all-to-all": {N: level, x: exchanged},
+        "gather-kv": {N: H * S / P * (T - (S / P - 1) / 2 if causal else T), m: (P - 1) * T / P, c: kv, n: many},
+        "ring": {N: level, m: (Rational(3, 4) if causal else 1) * (P - 1) * T / P, c: kv, n: P - 1},
+        "ring-a2a": {
+            N: level,
+            x: (u - 1) / u * (S / P * H + T / P * H_kv),
+            m: (Rational(3, 4) if causal else 1) * (P / u - 1) * T / P,
+            c: kv,
+            n: P / u - 1,
+        },
+        "balanced-ring": {N: level, c: kv, n: P / 2, m: (3 * P / 8 - Rational(1, 4)) * T / P, r: (P / 8 - Rational(1, 4)) * S / P}
+        if causal
+        else {N: level, m: (P - 1) * T / P, c: kv, n: P - 1},
+        "halo": {N: level, m: (P - 1) * T / P, c: kv, n: P - 1},
+    }
+    zero = {q: Integer(0) for q in (x, m, r, n, c)}
+    return {**zero, **rows[strategy]}
+
+
+__all__ = ["COSTS", "LINEAR_COSTS", "Cost", "Pass", "Price", "bound", "cost", "sent", "textbook"]

@@ -1,0 +1,157 @@
+"""What a rank does beside its attention sites, read off the typed graph: work, memory traffic, what backward needs, by layer.
+
+It is an estimate, for totals and for the choice of what to save: FLOP of products are exact, traffic takes each other
+operator to read its operands and write its result once, and backward to need what products and sites read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from ..cost_model.problem import Exchange, Layer
+from .capture import Captured
+from .detect import Region, module_path
+from .facts import Facts, is_float
+from .place import Types
+from .placement import Partial, Shard
+from .recurrence import Recurrent
+from .relation import operands, shape
+from .rules.base import never
+
+aten = torch.ops.aten
+FUSED = 4  # operators that a compiled kernel holds, so that only their first inputs and last results meet memory (assumed)
+
+
+def layer_of(node: fx.Node) -> str:
+    """The part of the model a node belongs to: the path of its module up to the first number."""
+    parts = module_path(node).split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else ""
+
+
+def layers(
+    captured: Captured, facts: Facts, types: Types, sites: Iterable[Region | Recurrent], compiler: str
+) -> tuple[Layer, ...]:
+    """One for each part of the model, in order, with what one rank of `facts.ranks` does in it."""
+    inside = {n for site in sites if isinstance(site, Region) for n, _ in site.interior}
+    inside |= {site.closing if isinstance(site, Region) else site.node for site in sites}
+    flop: dict[str, float] = {}
+    traffic: dict[str, float] = {}
+    saved: dict[str, float] = {}
+    entering: dict[str, float] = {}
+    kept: set[fx.Node] = set()
+    fused = FUSED if compiler == "inductor" else 1
+    for node in captured.module.graph.nodes:
+        if node.op != "call_function" or node not in types.recipes or node in types.lazy or not is_float(node):
+            continue
+        name = layer_of(node)
+        for table in (flop, traffic, saved, entering):
+            table.setdefault(name, 0.0)
+        product = product_flop(node)
+        if node not in inside:
+            share = 1.0 if not _split(types, node) else 1 / facts.ranks
+            flop[name] += product * share
+            if not product and not _is_view(node) and types.recipes[node].emit is not never:
+                read = sum(_local(types, facts, x) for x in operands(node) if x in facts.from_data)
+                traffic[name] += (read + _local(types, facts, node)) / fused
+        if product or node in inside:
+            for x in operands(node):
+                source = _behind_views(x)
+                if source in facts.differentiable and source in facts.from_data and source not in kept and source not in inside:
+                    kept.add(source)
+                    saved[name] += _local(types, facts, source) if node not in inside else 0.0
+                    if not entering[name]:
+                        entering[name] = _local(types, facts, source)
+    return tuple(Layer(name, flop[name], traffic[name], saved[name], entering[name]) for name in flop)
+
+
+def exchanges(captured: Captured, facts: Facts, types: Types, data_parallel: int) -> tuple[Exchange, ...]:
+    """Gradients of parameters summed over all ranks, and what is gathered for operators without a rule, there and back."""
+    world = facts.ranks * data_parallel
+    gradients = sum(n.meta["val"].nbytes for n, item in facts.inputs.items() if item.requires_grad)
+    found = []
+    if world > 1 and gradients:
+        found.append(Exchange("all_reduce", max(1, gradients >> 25), 2 * (world - 1) / world * gradients))
+    if facts.ranks > 1 and types.gathered:
+        found.append(Exchange("all_gather", len(types.gathered), 2.0 * sum(g.bytes for g in types.gathered)))
+    return tuple(found)
+
+
+def parameter_bytes(facts: Facts) -> tuple[float, float]:
+    """Bytes of parameters and buffers with a gradient, and without."""
+    trained = frozen = 0.0
+    for node, item in facts.inputs.items():
+        if item.kind != "data":
+            size = node.meta["val"].nbytes
+            trained, frozen = (trained + size, frozen) if item.requires_grad else (trained, frozen + size)
+    return trained, frozen
+
+
+def product_flop(node: fx.Node) -> float:
+    """Multiplications and additions of a matrix product or convolution; 0 for everything else."""
+    count = _PRODUCTS.get(node.target)
+    return float(count(node)) if count is not None else 0.0
+
+
+def _out(node: fx.Node) -> int:
+    return math.prod(shape(node))
+
+
+def _convolved(node: fx.Node) -> float:
+    weight = shape(operands(node)[1])
+    return 2.0 * _out(node) * math.prod(weight[1:])
+
+
+def _einsum(node: fx.Node) -> float:
+    terms, _ = str(node.args[0]).replace(" ", "").split("->")
+    sizes = {
+        label: n
+        for term, x in zip(terms.split(","), operands(node), strict=False)
+        for label, n in zip(term, shape(x), strict=False)
+    }
+    return 2.0 * math.prod(sizes.values())
+
+
+_PRODUCTS = {
+    aten.linear.default: lambda n: 2 * _out(n) * shape(operands(n)[0])[-1],
+    aten.matmul.default: lambda n: 2 * _out(n) * shape(operands(n)[0])[-1],
+    aten.mm.default: lambda n: 2 * _out(n) * shape(operands(n)[0])[-1],
+    aten.bmm.default: lambda n: 2 * _out(n) * shape(operands(n)[0])[-1],
+    aten.addmm.default: lambda n: 2 * _out(n) * shape(operands(n)[1])[-1],
+    aten.baddbmm.default: lambda n: 2 * _out(n) * shape(operands(n)[1])[-1],
+    aten.einsum.default: _einsum,
+    aten.conv1d.default: _convolved,
+    aten.conv1d.padding: _convolved,
+    aten.conv2d.default: _convolved,
+    aten.convolution.default: _convolved,
+}
+if hasattr(aten, "_grouped_mm"):
+    _PRODUCTS[aten._grouped_mm.default] = lambda n: 2 * _out(n) * shape(operands(n)[0])[-1]
+
+
+def _split(types: Types, node: fx.Node) -> bool:
+    return isinstance(types.of(node), (Shard, Partial))
+
+
+def _local(types: Types, facts: Facts, node: fx.Node) -> float:
+    value = node.meta.get("val")
+    values: Sequence[object] = value if isinstance(value, (tuple, list)) else (value,)
+    whole = sum(v.nbytes for v in values if isinstance(v, Tensor))
+    return whole / facts.ranks if node in types.recipes and isinstance(types.of(node), Shard) else float(whole)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or node.target in _FREE)
+
+
+_FREE = {aten.reshape.default, aten.contiguous.default, aten.detach.default, aten.alias.default}
+
+
+def _behind_views(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and _is_view(node) and operands(node):
+        node = operands(node)[0]
+    return node

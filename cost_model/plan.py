@@ -87,6 +87,8 @@ class Site:
     seconds: Seconds = Seconds()
     saved: str = "everything"
     rejected: tuple[Rejected, ...] = ()
+    layer: str = ""
+    sizes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def bytes_sent(self) -> int:
@@ -115,6 +117,44 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """What else a part of the model does on one rank, forward: FLOP of matrix products, bytes read and written by everything
+    else.
+
+    saved: bytes that backward needs if nothing is computed again; entering: bytes of what enters the layer.
+    """
+
+    name: str
+    flop: float = 0.0
+    traffic: float = 0.0
+    saved: float = 0.0
+    entering: float = 0.0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Collectives beside those of sites: `count` of them in which a rank sends `sent` bytes, forward and backward together."""
+
+    collective: str
+    count: int
+    sent: float
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a step was priced with beside its sites. tokens: of the global batch; trained, frozen: bytes of parameters with and
+    without a gradient."""
+
+    dtype: str
+    layers: tuple[Layer, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
+    tokens: int = 0
+    trained: float = 0.0
+    frozen: float = 0.0
+    data_parallel: int = 1
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that was decided for one graph. Printed, it explains itself."""
 
@@ -131,6 +171,7 @@ class Plan:
     mesh: Mapping[str, int] = field(default_factory=dict)
     hardware: str = ""
     totals: Totals | None = None
+    beside: Beside | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -162,6 +203,7 @@ class Plan:
             for key in ("sequence", "outputs", "notes"):
                 raw[key] = tuple(raw[key])
             raw["totals"] = Totals(**raw["totals"]) if raw["totals"] else None
+            raw["beside"] = _beside(raw["beside"]) if raw.get("beside") else None
             plan = cls(**raw)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PlanError(f"this is not a plan that autosp wrote: {type(error).__name__}: {error}") from None
@@ -194,7 +236,7 @@ class PlanError(PlanningError):
 # Of a plan, what is no decision.
 _NO_DECISION = {
     "source_line", "notes", "note", "seconds", "rejected", "bytes_forward", "bytes_backward", "bytes", "collectives", "compiler",
-    "hardware", "totals", "mesh", "reason",
+    "hardware", "totals", "mesh", "reason", "layer", "sizes", "beside",
 }  # fmt: skip
 
 
@@ -205,14 +247,18 @@ def _site(row: dict[str, Any]) -> Site:
     )
 
 
+def _beside(row: dict[str, Any]) -> Beside:
+    layers, exchanges = (tuple(kind(**r) for r in row[key]) for key, kind in (("layers", Layer), ("exchanges", Exchange)))
+    return Beside(**{**row, "layers": layers, "exchanges": exchanges})
+
+
 def _sites(sites: tuple[Site, ...]) -> list[str]:
     """One line per run of sites that differ only in name."""
     lines: list[str] = []
     runs: list[list[Site]] = []
     for site in sites:
-        same = runs and dataclasses.replace(site, name="", source_line="") == dataclasses.replace(
-            runs[-1][0], name="", source_line=""
-        )
+        unnamed = [dataclasses.replace(s, name="", source_line="", layer="") for s in (site, *(run[0] for run in runs[-1:]))]
+        same = runs and unnamed[0] == unnamed[1]
         if same:
             runs[-1].append(site)
         else:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from .plan import Seconds, Totals
+from .plan import Beside, Exchange, Layer, Seconds, Totals
 from .states import LinearAttention
 from .volumes import Attention
 
@@ -38,30 +40,6 @@ class SiteProblem:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What else a part of the model does on one rank, forward: FLOP of matrix products, bytes read and written by everything
-    else.
-
-    saved: bytes that backward needs if nothing is computed again; entering: bytes of what enters the layer.
-    """
-
-    name: str
-    flop: float = 0.0
-    traffic: float = 0.0
-    saved: float = 0.0
-    entering: float = 0.0
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Collectives beside those of sites: `count` of them in which a rank sends `sent` bytes, forward and backward together."""
-
-    collective: str
-    count: int
-    sent: float
-
-
-@dataclass(frozen=True)
 class Problem:
     """A model's sites and what else there is. `layout` is given where the user or an earlier decision fixed it. trained,
     frozen: bytes of parameters with and without a gradient. tokens: of the global batch."""
@@ -77,6 +55,11 @@ class Problem:
     trained: float = 0.0
     frozen: float = 0.0
     data_parallel: int = 1
+
+    @property
+    def beside(self) -> Beside:
+        """All but the sites and what was asked for, as a plan keeps it."""
+        return Beside(self.dtype, self.layers, self.exchanges, self.tokens, self.trained, self.frozen, self.data_parallel)
 
 
 @dataclass(frozen=True)
@@ -113,3 +96,31 @@ class Decision:
 
 
 Decide = Callable[[Problem], Decision]
+
+# Sizes in a plan ----------------------------------------------------------------------------------
+
+Sizes = Attention | LinearAttention
+_KINDS: dict[str, type[Sizes]] = {"attention": Attention, "linear attention": LinearAttention}
+
+
+def as_row(sizes: Sizes | None) -> dict[str, Any]:
+    """Sizes as a `plan.Site` keeps them: fields and "kind", as JSON has them; nothing of None."""
+    if sizes is None:
+        return {}
+    kind = next(name for name, each in _KINDS.items() if isinstance(sizes, each))
+    row = dataclasses.asdict(sizes)
+    return {"kind": kind, **{key: list(v) if isinstance(v, tuple) else v for key, v in row.items()}}
+
+
+def sizes_of(row: Mapping[str, Any]) -> Sizes | None:
+    """What `as_row` made of sizes; None where there were none. Raises KeyError or TypeError for anything else."""
+    if not row:
+        return None
+    fields = {key: tuple(v) if isinstance(v, list) else v for key, v in row.items() if key != "kind"}
+    return _KINDS[row["kind"]](**fields)
+
+
+__all__ = [
+    "LAYOUTS", "SAVES", "Beside", "Candidate", "Choice", "Decide", "Decision", "Exchange", "Layer", "Problem", "Refused",
+    "SiteProblem", "Sizes", "as_row", "sizes_of",
+]  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from ..cost_model.plan import Rejected, Site
-from ..cost_model.problem import Candidate, Choice, SiteProblem
+from ..cost_model.problem import Candidate, Choice, SiteProblem, as_row
 from ..cost_model.volumes import Attention
 from ..kernels.layout import head_tail
 from ..kernels.sight import Causal, Everything
@@ -134,6 +134,8 @@ def settle(site: Open, choice: Choice, types: Types) -> Site:
         seconds=choice.seconds,
         saved=choice.saved,
         rejected=rejected,
+        layer=site.problem.layer,
+        sizes=as_row(chosen.sizes),
     )
 
 

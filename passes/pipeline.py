@@ -91,7 +91,7 @@ def compile_captured(captured: Captured, spread: Spread, settings: Settings, dec
     module, low = lower(captured, known, decisions, spread)
     fake_mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in captured.module.graph.nodes if n.op == "placeholder"])
     verify(module, captured, low, fake_mode)
-    plan = _plan(captured, types, decisions, low, sites, made.refused, settings, decision)
+    plan = _plan(captured, types, decisions, low, sites, made, settings, decision)
     return Compiled(module, captured, plan, tuple(low.extras), made.regions)
 
 
@@ -247,12 +247,12 @@ def _plan(
     decisions: place.Decisions,
     low: Lowering,
     sites: Sequence[Site],
-    refused: Mapping[fx.Node, str],
+    made: _Opened,
     settings: Settings,
     decision: Decision,
 ) -> Plan:
     layouts: set[Layout] = {p.layout for v in decisions.versions.values() for p in v if isinstance(p, Shard)}
-    notes = [f"{source_line(n)} was not taken as one attention: {why}" for n, why in refused.items()]
+    notes = [f"{source_line(n)} was not taken as one attention: {why}" for n, why in made.refused.items()]
     if not layouts:
         notes.append("nothing could be split along a sequence: every rank computes everything")
     names: list[str] = []
@@ -272,6 +272,7 @@ def _plan(
         {"dp": low.spread.dp, "sp": low.ranks},
         decision.hardware,
         decision.totals,
+        made.problem.beside,
     )
 
 

@@ -21,6 +21,7 @@ from .plan import Plan, PlanError, Seconds, Totals
 from .prices import Cost, cost
 from .problem import LAYOUTS, SAVES, Candidate, Choice, Decision, Layer, Problem, Refused, SiteProblem
 from .states import LinearAttention
+from .work import messages
 
 ADAM = 2 * 4  # bytes a parameter of Adam's two moments, in float32
 BACKWARD = 2.0  # work of backward ÷ work of forward, for matrix products and what lies between them
@@ -132,10 +133,12 @@ def _layouts(problem: Problem) -> tuple[str, ...]:
 
 
 def placed(candidate: Candidate, layout: str) -> Candidate:
-    """The candidate in a layout: a linear attention's tokens are brought into order and back where it is not contiguous."""
-    if isinstance(candidate.sizes, LinearAttention) and layout != "contiguous":
-        return replace(candidate, sizes=replace(candidate.sizes, relaid=True))
-    return candidate
+    """The candidate in a layout. Where that is not contiguous, a linear attention's tokens are brought into order and back, and
+    an attention that lets every rank compute its own rows computes others."""
+    if layout == "contiguous" or candidate.sizes is None:
+        return candidate
+    other = {"relaid": True} if isinstance(candidate.sizes, LinearAttention) else {"folded": True}
+    return replace(candidate, sizes=replace(candidate.sizes, **other))
 
 
 def usable(problem: Problem, site: SiteProblem, layout: str) -> list[int]:
@@ -282,7 +285,7 @@ def _elsewhere(problem: Problem, hardware: Hardware) -> float:
             level = hardware.level(problem.ranks * (problem.data_parallel if each.collective == "all_reduce" else 1))
             link = level.link(each.collective)
             others = problem.ranks - 1
-            seconds += each.count * (link.latency.value + others * link.message.value)
+            seconds += each.count * (link.latency.value + messages(each.collective, others + 1) * link.message.value)
             seconds += each.sent / (link.bandwidth.value * level.ports)
     return seconds
 

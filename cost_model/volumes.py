@@ -19,9 +19,9 @@ class Attention:
 
     Row i sees at most the columns [i − before, i + after]: (T, 0) is causal, (W − 1, 0) a window, None no limit.
     `inner` ranks exchange heads in ring × all-to-all. `latent` is the bytes of one position's keys and values where they travel
-    as something smaller that they are computed from (0: they do not). What has been counted on the mask at hand takes the
-    place of what follows from the band: `moved`, rows and columns sent over all ranks; `work`, pairs of the busiest rank for each
-    head; `steps`.
+    as something smaller that they are computed from (0: they do not). `folded`: ranks hold the model's sequence in
+    head-tail layout. What has been counted on the mask at hand takes the place of what follows from the band: `moved`, rows and
+    columns sent over all ranks; `work`, pairs of the busiest rank for each head; `steps`.
     """
 
     batch: int
@@ -37,6 +37,7 @@ class Attention:
     after: int | None = None
     inner: int = 1
     latent: int = 0
+    folded: bool = False
     moved: tuple[int, int] | None = None
     work: float | None = None
     steps: int | None = None
@@ -173,7 +174,7 @@ def all_to_all(a: Attention) -> Counts:
 
 def gather_kv(a: Attention) -> Counts:
     columns = a.ranks * (a.ranks - 1) * -(-a.kv_seq // a.ranks)
-    rows, cols = contiguous(a.q_seq, a.ranks), contiguous(a.kv_seq, 1)
+    rows, cols = (head_tail if a.folded else contiguous)(a.q_seq, a.ranks), contiguous(a.kv_seq, 1)
     work = float(_pairs(a, rows, cols).max()) if a.work is None else a.work
     return Counts(work * a.q_heads, 0, columns, 0, a.kv_heads, min(1, a.ranks - 1))
 

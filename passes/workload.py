@@ -58,7 +58,7 @@ def layers(
             if not product and not _is_view(node) and types.recipes[node].emit is not never:
                 read = sum(_local(types, facts, x) for x in operands(node) if x in facts.from_data)
                 traffic[name] += (read + _local(types, facts, node)) / fused
-        if product or node in inside:
+        if product or node in inside or node.target in _LOSSES:
             for x in operands(node):
                 source = _behind_views(x)
                 if source in facts.differentiable and source in facts.from_data and source not in kept and source not in inside:
@@ -116,6 +116,7 @@ def _einsum(node: fx.Node) -> float:
     return 2.0 * math.prod(sizes.values())
 
 
+_LOSSES = {aten.cross_entropy_loss.default, aten._log_softmax.default, aten.log_softmax.int}
 _PRODUCTS = {
     aten.linear.default: lambda n: 2 * _out(n) * shape(operands(n)[0])[-1],
     aten.matmul.default: lambda n: 2 * _out(n) * shape(operands(n)[0])[-1],

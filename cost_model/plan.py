@@ -214,19 +214,9 @@ class Plan:
         return plan
 
     def __str__(self) -> str:
-        lines = [
-            f"autosp plan {self.fingerprint}: {self.ranks} ranks, sequence {' and '.join(map(str, self.sequence)) or '-'}, "
-            f"{self.layout} layout, {self.compiler}"
-        ]
-        lines += _sites(self.sites)
-        lines.append("gathered and run replicated:" if self.fallbacks else "gathered and run replicated: nothing")
-        lines += [f"  {f.op}: {_bytes(f.bytes)} ({f.reason})  {f.source_line}" for f in self.fallbacks]
-        lines.append("collectives, bytes sent by a rank (forward / backward):")
-        lines += [
-            f"  {c.count} x {c.op}: {_bytes(c.bytes_forward)} / {_bytes(c.bytes_backward)}  {c.purpose}" for c in self.collectives
-        ]
-        lines.append("outputs: " + "; ".join(self.outputs))
-        return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
+        from .plan_text import text
+
+        return text(self)
 
 
 class PlanError(PlanningError):
@@ -250,38 +240,3 @@ def _site(row: dict[str, Any]) -> Site:
 def _beside(row: dict[str, Any]) -> Beside:
     layers, exchanges = (tuple(kind(**r) for r in row[key]) for key, kind in (("layers", Layer), ("exchanges", Exchange)))
     return Beside(**{**row, "layers": layers, "exchanges": exchanges})
-
-
-def _sites(sites: tuple[Site, ...]) -> list[str]:
-    """One line per run of sites that differ only in name."""
-    lines: list[str] = []
-    runs: list[list[Site]] = []
-    for site in sites:
-        unnamed = [dataclasses.replace(s, name="", source_line="", layer="") for s in (site, *(run[0] for run in runs[-1:]))]
-        same = runs and unnamed[0] == unnamed[1]
-        if same:
-            runs[-1].append(site)
-        else:
-            runs.append([site])
-    for run in runs:
-        s = run[0]
-        name = s.name if len(run) == 1 else f"{s.name} .. {run[-1].name} ({len(run)})"
-        lines.append(
-            f"  {name}: {s.kind}, {s.strategy}; {s.q_heads}/{s.kv_heads} heads x {s.head_dim}/{s.value_dim}, "
-            f"{s.q_seq} x {s.kv_seq}, {s.sees}; sends {_bytes(s.bytes_forward)} / {_bytes(s.bytes_backward)}"
-        )
-        if s.note:
-            lines.append(f"      {s.note}")
-        lines += [
-            f"      not {r.strategy}: {r.reason}" + (f" ({_bytes(r.bytes_sent)})" if r.bytes_sent is not None else "")
-            for r in s.rejected
-        ]
-        lines.append(f"      {s.source_line}")
-    return lines or ["  no attention found"]
-
-
-def _bytes(n: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= scale:
-            return f"{n / scale:.2f} {unit}"
-    return f"{n} B"

@@ -168,14 +168,19 @@ def _ways(problem: Problem, layer: Layer, sites: Sequence[SiteProblem], layout: 
         saved = sum(c.saved for c in costs)
         for save in planner.saves:
             again = {"everything": 0.0, "attention output": forward, "layer input": forward + sum(map(_forward, costs))}[save]
-            kept = {
-                "everything": layer.saved + saved,
-                "attention output": layer.entering + saved / 2,
-                "layer input": layer.entering,
-            }[save]
+            kept = kept_bytes(save, layer, saved)
             more = 0.0 if save == "everything" else layer.saved + saved  # one layer at a time is computed again
             found.append(_Way(picks, save, once + again, kept, held + more))
     return tuple(_undominated(found))
+
+
+def kept_bytes(save: str, layer: Layer, saved: float) -> float:
+    """Bytes from a layer's forward to its backward, of which its sites save `saved` where everything is kept."""
+    return {
+        "everything": layer.saved + saved,
+        "attention output": layer.entering + saved / 2,
+        "layer input": layer.entering,
+    }[save]
 
 
 def _forward(c: Cost) -> float:

@@ -39,6 +39,7 @@ from .symbols import (
     alpha_x,
     beta_g,
     beta_h,
+    beta_m,
     beta_n,
     beta_x,
     beta_xf,
@@ -46,6 +47,7 @@ from .symbols import (
     e,
     f,
     f_A,
+    f_i,
     f_s,
     gamma_g,
     gamma_h,
@@ -66,7 +68,7 @@ from .symbols import (
     z,
 )  # fmt: skip
 from .volumes import Attention
-from .work import CHUNK, linear_forward
+from .work import CHUNK, linear_forward, linear_meanwhile
 
 Values = dict[sympy.Symbol, float]
 
@@ -162,6 +164,8 @@ def _hidden(transfer: Expr, work: Expr) -> Expr:
 
 PAIR_F, PAIR_B = 2 * B * (D + D_v), 2 * B * (3 * D + 2 * D_v)  # FLOP of a (query, key, head): two products, and five
 ROWS = S / P * B * H  # (query, head) pairs of a rank
+MERGED_F = 3 * a * ROWS * D_v  # bytes read and written where a block's result is added: twice read, once written
+MERGED_B = 3 * a * (ROWS * D + T / P * B * H_kv * (D + D_v))  # dq; dk and dv
 SAVED = ROWS * (D * e + D_v * e + a) + T / P * B * H_kv * (D + D_v) * e  # q, out, log-sum-exp; k, v
 ON_HEADS = (D + D_v) * B * e  # bytes of an exchanged (position, head): q and out, or k and v
 
@@ -196,16 +200,18 @@ def _travelling(exchanged: bool = False) -> Price:
     query = r * B * H
     sent = m * c + query * (D * e + D_v * a + a)
     back = m * c * (1 + a / e) + query * (D * e + D_v * e + 2 * a + D * a)
-    forward, backward = _computed(PAIR_F, F_f, 1 + n), _computed(PAIR_B, F_b, 1 + n)
-    far = Min(1, Max(0, P - G))  # every step has a rank whose neighbour is in another node
+    merges = (1 + n) * Min(1, n)  # none where one block is all
+    forward = _computed(PAIR_F, F_f, 1 + n) + merges * MERGED_F / beta_m
+    backward = _computed(PAIR_B, F_b, 1 + n) + merges * MERGED_B / beta_m
+    far = Min(1, (P - G) / Max(1, P - u)) if exchanged else FAR  # ranks that take the same heads are u apart
     heads = _exchange(x * ON_HEADS, 4) if exchanged else Integer(0)
     extra = x * ON_HEADS if exchanged else Integer(0)
 
     def way(compute: Expr, bytes_sent: Expr) -> Pass:
         moved = _blocks(bytes_sent)
         hidden = _hidden(moved, compute * n / (n + 1))
-        away = bytes_sent * (far if not exchanged else Min(1, Max(0, P - G)))
-        return Pass(compute, heads + moved, heads + moved - hidden, extra + bytes_sent, away + extra * FAR * many)
+        away = bytes_sent * far + extra * (u - G_u) / Max(1, u - 1)
+        return Pass(compute, heads + moved, heads + moved - hidden, extra + bytes_sent, away)
 
     block = T / P * B * H_kv * (D + D_v) * e
     return Price(way(forward, sent), way(backward, back), SAVED, 2 * block * (1 + a / e))
@@ -227,15 +233,15 @@ BACK = Rational(5, 2)  # work of backward ÷ work of forward
 
 
 def _scanned(moved: Expr, sent: Expr, far: Expr, more: Expr = NOTHING, waits: Expr = NOTHING) -> Price:
-    """A state travels while everything that needs none is computed; `waits` is computed along its way, one rank after another."""
+    """A state travels while f_i is computed; `waits` is computed along its way, one rank after another."""
     relaid = z * TOKENS  # from a head-tail layout and back
 
     def way(work: Expr, rate: Expr) -> Pass:
         compute = work / rate + 3 * tau
         # Its own part of the passage a rank computes anyhow; the P − 1 before it are waited for.
-        transfer = moved + waits / rate * (work / f)
+        transfer, meanwhile = moved + waits / rate * (work / f), f_i / rate * (work / f)
         order = Min(1, z * P) * many * 5 * (alpha_x + (P - 1) * gamma_x) + relaid / beta_xf
-        return Pass(compute, transfer + order, transfer - _hidden(transfer, compute) + order, sent + relaid, far + relaid * FAR)
+        return Pass(compute, transfer + order, transfer - _hidden(transfer, meanwhile) + order, sent + relaid, far + relaid * FAR)
 
     return Price(way(f + more, F_f), way(BACK * f + more, F_b), TOKENS + s, 2 * s_A + relaid)
 
@@ -263,7 +269,7 @@ LINEAR_COSTS: dict[str, Price] = {
     "two-level": _scanned(
         (G - 1) * (gamma_n + s_A / beta_n) + BETWEEN * (gamma_h + s / beta_h) + Min(1, G - 1) * gamma_n + (G - 1) * s / beta_n,
         n_A * s_A + n_s * s,
-        n_s * s * BETWEEN / Max(1, BETWEEN + G - 1),
+        n_s * s * BETWEEN / Max(1, P - 1),
         more=f_A * many,
     ),
     "gather-states": _scanned(many * alpha_g + (P - 1) * (gamma_g + s_A / beta_g), n_A * s_A, n_A * s_A * FAR, more=f_A * many),
@@ -312,10 +318,11 @@ def bound(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware,
         F_b: hardware.rate(f"{kernel}_backward", dtype),
         tau: hardware.seconds_per_call(f"{kernel}_forward"),
         phi: hardware.overlap.value,
+        beta_m: hardware.bandwidth.value,
     }
     if strategy == "two-level" and isinstance(sizes, LinearAttention):
         inside = hardware.level(sizes.node).link("p2p")
-        values |= {G: sizes.node, gamma_n: inside.message.value, beta_n: inside.bandwidth.value}
+        values |= {G: min(sizes.node, sizes.ranks), gamma_n: inside.message.value, beta_n: inside.bandwidth.value}
     return values
 
 
@@ -342,6 +349,7 @@ def linear_values(strategy: str, q: LinearAttention) -> Values:
     return {
         B: q.batch, S: q.seq, T: q.seq, H: q.heads, H_kv: q.key_heads, D: q.key_dim, D_v: q.value_dim, e: q.itemsize,
         a: max(4, q.itemsize), P: q.ranks, C: CHUNK, K_b: q.blocks, f: own,
+        f_i: linear_meanwhile(q.batch, q.heads, tokens, q.key_dim),
         f_s: heads * tokens * 4 * q.key_dim * q.value_dim * q.remove, f_A: heads * tokens * 4 * q.key_dim**2 * q.remove,
         s: q.state, s_A: q.pair, n_s: moved.states / q.ranks, n_A: moved.pairs / q.ranks,
         x: moved.numbers * q.batch * q.itemsize / q.ranks, w: numbers * q.itemsize, z: share,

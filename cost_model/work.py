@@ -40,6 +40,11 @@ def linear_forward(batch: int, heads: int, tokens: int, key_dim: int, value_dim:
     return batch * heads * tokens * each
 
 
+def linear_meanwhile(batch: int, heads: int, tokens: int, key_dim: int) -> int:
+    """FLOP of what the forward pass does while a state travels: q kᵀ within chunks (kernels/linear.py, `inside`)."""
+    return batch * heads * tokens * 2 * CHUNK * key_dim
+
+
 def linear_backward(batch: int, heads: int, tokens: int, key_dim: int, value_dim: int, remove: bool = False) -> int:
     """FLOP: two and a half times the forward pass, whose products each have two gradients, and some are formed again."""
     return linear_forward(batch, heads, tokens, key_dim, value_dim, remove) * 5 // 2

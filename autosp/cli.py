@@ -1,9 +1,11 @@
-"""The command line: `autosp check`, `demo`, `hardware` and `calibrate`."""
+"""The command line: `autosp check`, `plan`, `explain`, `diff`, `demo`, `hardware` and `calibrate`."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +23,8 @@ STRATEGIES = (
     "all-to-all, gather-kv, ring, balanced-ring, ring-a2a or halo for attention; "
     "all-scan, log-step, two-level, gather-states or all-to-all for linear attention"
 )
+SIZE_HELP = "positions of a sequence, for a transformers model: 131072, 128K or 1M"
+PLAN_HELP = "a file that `autosp plan --json` wrote"
 MODEL_HELP = "file.py:factory or package.module:factory, returning (module, inputs); or a transformers model type such as llama"
 
 
@@ -54,6 +58,63 @@ def check(
     else:
         print_report(report, Console())
     raise typer.Exit(report.exit_code)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP + ", or a directory with a transformers config.json; at its real size")],
+    hardware: Annotated[str, typer.Option(help="the machine: `autosp hardware` lists them; or a file of `autosp calibrate`")],
+    ranks: Annotated[int | None, typer.Option(min=1, help="devices that share a sequence")] = None,
+    seq_len: Annotated[str, typer.Option(help=SIZE_HELP)] = "8K",
+    per_node: Annotated[int | None, typer.Option(min=1, help="devices a node; the machine's own number if not given")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="sequences, for a transformers model")] = 1,
+    dtype: Annotated[str, typer.Option(help="of weights and activations: bfloat16, float16, float32 or float64")] = "bfloat16",
+    memory: Annotated[str | None, typer.Option(help="bytes a device may use, such as 80GB; all it has if not given")] = None,
+    strategy: Annotated[str | None, typer.Option(help=STRATEGIES + ": for all that it applies to")] = None,
+    mesh: Annotated[str | None, typer.Option(help="such as dp=8,sp=64: the batch is that of one data-parallel group")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the plan, for `autosp.parallelize(plan=FILE)`")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="write a report with plots: one page, complete in itself")
+    ] = None,
+) -> None:
+    """Plan MODEL's training step for a cluster, without one: which strategy for each layer, how long it takes, what it needs.
+
+    Exit code 0: planned. 2: refused, with the reason and what would work.
+    """
+    from autosp.cost_model.amounts import nbytes, positions
+    from autosp.plan_for import Question, mesh_of
+    from autosp.plan_tables import console, print_plan
+
+    with refusals():
+        room = None if memory is None else nbytes(memory)
+        asked = Question(model, positions(seq_len), mesh_of(mesh, ranks), hardware, per_node, batch, dtype, room, strategy)
+        made = asked.answer()
+        print_plan(made, console())
+        if json_file is not None:
+            write(json_file, made.to_json() + "\n")
+        if html_file is not None:
+            from autosp.report import report
+
+            write(html_file, report(made, asked.machine()))
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help=PLAN_HELP)],
+    b: Annotated[Path, typer.Argument(help="another")],
+) -> None:
+    """What differs between two plans: layout, strategies, seconds, bytes, memory, totals.
+
+    Exit code 0: the same decisions. 1: others. 2: one of them cannot be read.
+    """
+    from autosp.cost_model.compare import difference
+    from autosp.plan_tables import console, print_difference
+    from autosp.planning import read
+
+    with refusals():
+        found = difference(read(a), read(b))
+    print_difference(found, str(a), str(b), console())
+    raise typer.Exit(0 if found.same_decisions else 1)
 
 
 @app.command()
@@ -111,6 +172,29 @@ def calibrate(
     Console().print(
         f"written to {path}; `autosp hardware {path}` says how each number was measured", markup=False, soft_wrap=True
     )
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """What autosp refuses becomes one message and exit code 2."""
+    from autosp.cost_model.errors import PlanningError
+    from autosp.kernels.errors import AutospError
+
+    try:
+        yield
+    except (AutospError, PlanningError) as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def write(path: Path, text: str) -> None:
+    """Exit code 2, with the reason, where that cannot be."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = f"error: cannot write {path}: {error.strerror}; fix: a file in a directory that exists"
+        Console(stderr=True).print(reason, markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
 
 
 def parse_mesh(mesh: str | None, ranks: int | None) -> dict[str, int]:

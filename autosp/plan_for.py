@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .cost_model.errors import PlanningError
-from .cost_model.hardware import Hardware, load
+from .cost_model.hardware import DTYPES, Hardware, HardwareError, load
 from .cost_model.plan import Plan
 from .cost_model.planner import MemoryShort
 from .cost_model.problem import SAVES
@@ -35,6 +35,8 @@ class Question:
 
     def machine(self) -> Hardware:
         """Raises HardwareError for a machine that is not known or lacks the dtype, MeshShort for ranks that fill no nodes."""
+        if self.dtype not in DTYPES:
+            raise HardwareError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}; fix: one of these")
         found = load(self.hardware)
         if self.per_node is not None:
             found = found.with_node(self.per_node)
@@ -86,14 +88,12 @@ def mesh_of(mesh: str | None, ranks: int | None) -> dict[str, int]:
     if not shape or set(shape) - {"dp", "sp"} or min(shape.values()) < 1 or list(shape) == ["sp", "dp"]:
         raise MeshShort(f"{mesh!r} is no mesh; fix: sp=64, or dp=8,sp=64 (sp last)")
     if "sp" not in shape:
-        if ranks is None or ranks % shape["dp"]:
-            of = "ranks" if ranks is None else f"{ranks} ranks"
-            fix = (
-                "say sp as well"
-                if ranks is None
-                else f"--mesh dp={math.gcd(ranks, shape['dp'])}, or ranks in multiples of {shape['dp']}"
-            )
-            raise MeshShort(f"{of} do not divide into dp={shape['dp']}; fix: {fix}")
+        if ranks is None:
+            raise MeshShort(f"{mesh} of how many ranks? fix: --ranks, or say sp as well")
+        if ranks % shape["dp"]:
+            parts = [n for n in range(1, ranks + 1) if ranks % n == 0]
+            near = sorted(sorted(parts, key=lambda n: abs(n - shape["dp"]))[:2])
+            raise MeshShort(f"{ranks} ranks do not divide into dp={shape['dp']}; fix: dp={' or dp='.join(map(str, near))}")
         shape["sp"] = ranks // shape["dp"]
     if ranks is not None and math.prod(shape.values()) != ranks:
         total = math.prod(shape.values())

@@ -33,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Difference:
-    """facts, totals: (what, in A, in B) of whole plans. rows: of sites, in A's order. alike: sites that are the same in everything."""
+    """facts, totals: (what, in A, in B) of whole plans. rows: of sites, in A's order. alike: sites that are wholly the same."""
 
     facts: tuple[tuple[str, str, str], ...]
     totals: tuple[tuple[str, str, str], ...]

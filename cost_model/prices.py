@@ -47,6 +47,7 @@ from .symbols import (
     e,
     f,
     f_A,
+    f_c,
     f_i,
     f_s,
     gamma_g,
@@ -230,14 +231,16 @@ COSTS: dict[str, Price] = {
 
 TOKENS = B * w * T / P  # bytes of a rank's tokens
 BACK = Rational(5, 2)  # work of backward ÷ work of forward
+JOINED = 3 * s  # bytes read and written to make S' = A S + B: S and B read, S' written
 
 
-def _scanned(moved: Expr, sent: Expr, far: Expr, more: Expr = NOTHING, waits: Expr = NOTHING) -> Price:
-    """A state travels while f_i is computed; `waits` is computed along its way, one rank after another."""
+def _scanned(moved: Expr, sent: Expr, far: Expr, more: Expr = NOTHING, waits: Expr = NOTHING, joins: Expr = NOTHING) -> Price:
+    """A state travels while f_i is computed; `waits` is computed along its way, one rank after another. What has arrived is put
+    together in `joins` steps of S' = A S + B."""
     relaid = z * TOKENS  # from a head-tail layout and back
 
     def way(work: Expr, rate: Expr) -> Pass:
-        compute = work / rate + 3 * tau
+        compute = work / rate + 3 * tau + joins * (JOINED / beta_m + f_c / rate)
         # Its own part of the passage a rank computes anyhow; the P − 1 before it are waited for.
         transfer, meanwhile = moved + waits / rate * (work / f), f_i / rate * (work / f)
         order = Min(1, z * P) * many * 5 * (alpha_x + (P - 1) * gamma_x) + relaid / beta_xf
@@ -258,21 +261,31 @@ def _linear_all_to_all() -> Price:
 
 
 BETWEEN = Max(0, P / G - 1)  # links between nodes
+DOUBLINGS = ceiling(log(P, 2))
 LINEAR_COSTS: dict[str, Price] = {
     "all-scan": _scanned(
-        many * (P - 2 + K_b) * (gamma_h + s / (K_b * beta_h)),
+        many * (P - 2 + K_b) * (gamma_h + s / (K_b * beta_h) + JOINED / (K_b * beta_m)),
         n_s * s,
         n_s * s * BETWEEN / Max(1, P - 1),
         waits=many * (P - 2 + K_b) * f_s / K_b,
     ),
-    "log-step": _scanned(ceiling(log(P, 2)) * (gamma_h + s_A / beta_h), n_A * s_A, n_A * s_A * FAR, more=f_A * many),
+    "log-step": _scanned(
+        DOUBLINGS * (gamma_h + s_A / beta_h),
+        n_A * s_A,
+        n_A * s_A * FAR,
+        more=f_A * many,
+        joins=2 * DOUBLINGS * s_A / s,  # of what is before a rank, and of that with the rank itself; A too where it is a matrix
+    ),
     "two-level": _scanned(
         (G - 1) * (gamma_n + s_A / beta_n) + BETWEEN * (gamma_h + s / beta_h) + Min(1, G - 1) * gamma_n + (G - 1) * s / beta_n,
         n_A * s_A + n_s * s,
         n_s * s * BETWEEN / Max(1, P - 1),
         more=f_A * many,
+        joins=(G - 1) * s_A / s + BETWEEN,
     ),
-    "gather-states": _scanned(many * alpha_g + (P - 1) * (gamma_g + s_A / beta_g), n_A * s_A, n_A * s_A * FAR, more=f_A * many),
+    "gather-states": _scanned(
+        many * alpha_g + (P - 1) * (gamma_g + s_A / beta_g), n_A * s_A, n_A * s_A * FAR, more=f_A * many, joins=P - 1
+    ),
     "all-to-all": _linear_all_to_all(),
 }
 
@@ -351,6 +364,7 @@ def linear_values(strategy: str, q: LinearAttention) -> Values:
         a: max(4, q.itemsize), P: q.ranks, C: CHUNK, K_b: q.blocks, f: own,
         f_i: linear_meanwhile(q.batch, q.heads, tokens, q.key_dim),
         f_s: heads * tokens * 4 * q.key_dim * q.value_dim * q.remove, f_A: heads * tokens * 4 * q.key_dim**2 * q.remove,
+        f_c: heads * 2 * q.key_dim**2 * q.value_dim * q.remove,
         s: q.state, s_A: q.pair, n_s: moved.states / q.ranks, n_A: moved.pairs / q.ranks,
         x: moved.numbers * q.batch * q.itemsize / q.ranks, w: numbers * q.itemsize, z: share,
     }  # fmt: skip

@@ -88,7 +88,7 @@ def head_tail(length: int, ranks: int) -> Runs:
     return np.stack([runs[:ranks], runs[: ranks - 1 : -1]], 1) if length >= 2 * ranks else contiguous(length, ranks)
 
 
-def _pairs(a: Attention, rows: Runs, cols: Runs) -> np.ndarray:
+def visible_pairs(a: Attention, rows: Runs, cols: Runs) -> np.ndarray:
     """[row rank, column rank]: pairs that the band leaves."""
 
     def below(delta: int | None) -> np.ndarray | int:
@@ -110,7 +110,7 @@ def _pairs(a: Attention, rows: Runs, cols: Runs) -> np.ndarray:
     return (below(a.after) - hidden).sum((2, 3))
 
 
-def _needed(a: Attention, rows: Runs, cols: Runs) -> np.ndarray:
+def needed_columns(a: Attention, rows: Runs, cols: Runs) -> np.ndarray:
     """[row rank, column rank]: columns that some row sees, as one interval for each run of columns."""
     total = np.zeros((len(rows), len(cols)), dtype=np.int64)
     for run in range(cols.shape[1]):
@@ -130,11 +130,11 @@ def _busiest(a: Attention, hold: Callable[[int, int], Runs], ranks: int) -> floa
     """Pairs for each head of the rank with most rows to compute."""
     if a.work is not None:
         return a.work
-    return float(_pairs(a, hold(a.q_seq, ranks), hold(a.kv_seq, ranks)).sum(1).max())
+    return float(visible_pairs(a, hold(a.q_seq, ranks), hold(a.kv_seq, ranks)).sum(1).max())
 
 
 def _all_pairs(a: Attention) -> float:
-    return float(_pairs(a, contiguous(a.q_seq, 1), contiguous(a.kv_seq, 1)).sum())
+    return float(visible_pairs(a, contiguous(a.q_seq, 1), contiguous(a.kv_seq, 1)).sum())
 
 
 def _exchanged(a: Attention, near: int) -> int:
@@ -153,7 +153,7 @@ def _exchanged(a: Attention, near: int) -> int:
 
 def _ring(a: Attention, hold: Callable[[int, int], Runs]) -> Counts:
     ranks = a.ranks
-    needed = _needed(a, hold(a.q_seq, ranks), hold(a.kv_seq, ranks))
+    needed = needed_columns(a, hold(a.q_seq, ranks), hold(a.kv_seq, ranks))
     moved = a.moved or (0, int(needed.sum() - np.trace(needed)))
     return Counts(_busiest(a, hold, ranks) * a.q_heads, *moved, 0, a.kv_heads, _steps(a, needed))
 
@@ -175,7 +175,7 @@ def all_to_all(a: Attention) -> Counts:
 def gather_kv(a: Attention) -> Counts:
     columns = a.ranks * (a.ranks - 1) * -(-a.kv_seq // a.ranks)
     rows, cols = (head_tail if a.folded else contiguous)(a.q_seq, a.ranks), contiguous(a.kv_seq, 1)
-    work = float(_pairs(a, rows, cols).max()) if a.work is None else a.work
+    work = float(visible_pairs(a, rows, cols).max()) if a.work is None else a.work
     return Counts(work * a.q_heads, 0, columns, 0, a.kv_heads, min(1, a.ranks - 1))
 
 
@@ -193,7 +193,9 @@ def ring_a2a(a: Attention) -> Counts:
     shares = _split(a.q_heads, a.inner)
     kv = int((-(-shares[:, 1] // groups) - shares[:, 0] // groups).sum())  # with heads that several need
     places = a.ranks // a.inner
-    needed = _needed(a, head_tail(a.q_seq, places), head_tail(a.kv_seq, places)) if places > 1 else np.zeros((1, 1), dtype=int)
+    needed = (
+        needed_columns(a, head_tail(a.q_seq, places), head_tail(a.kv_seq, places)) if places > 1 else np.zeros((1, 1), dtype=int)
+    )
     moved = a.moved or (0, int(needed.sum() - np.trace(needed)))
     work = _busiest(a, head_tail, places) * -(-a.q_heads // a.inner)
     return Counts(work, *moved, _exchanged(a, a.inner), kv, _steps(a, needed) if places > 1 else 0)

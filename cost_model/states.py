@@ -113,6 +113,22 @@ LINEAR_COUNTS: dict[str, Callable[[LinearAttention], Counts]] = {
     "all-to-all": all_to_all,
 }
 
+# Parameters ---------------------------------------------------------------------------------------
+
+BLOCKS = (1, 2, 4, 8, 16, 32, 64)  # into how many pieces a chain may cut a state
+
+
+def chains(a: LinearAttention) -> list[int]:
+    """As many blocks as a state has rows of heads and columns, at most; one rank has none to send."""
+    most = a.batch * a.heads * a.value_dim if a.ranks > 1 else 1
+    return [k for k in BLOCKS if k <= most]
+
+
+def nodes(ranks: int) -> list[int]:
+    """Ranks of a node, where there are two levels."""
+    return [n for n in range(2, ranks) if ranks % n == 0]
+
+
 # What the runtime calls the exchanges of All-Scan.
 ALGORITHMS = {"chain": "all-scan", "log-step": "log-step", "two-level": "two-level", "gather": "gather-states"}
 

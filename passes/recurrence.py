@@ -22,7 +22,6 @@ from .rules.linear import OPERATORS, STATE, demands, operands_given
 from .sites import SiteContext
 
 aten = torch.ops.aten
-BLOCKS = (1, 2, 4, 8, 16, 32, 64)  # into how many pieces a chain may cut a state
 ALONE: tuple[str, tuple[int, ...], str] = ("chain", (0, 1, 1, 1), "")
 
 
@@ -143,15 +142,11 @@ def _no_heads(site: Recurrent) -> str | None:
 
 
 def _chains(site: Recurrent) -> Sequence[Params]:
-    """As many blocks as a state has rows of heads and columns, at most; one rank has none to send."""
-    sizes = site.sizes
-    most = sizes.batch * sizes.heads * sizes.value_dim if sizes.ranks > 1 else 1
-    return [{"blocks": k} for k in BLOCKS if k <= most]
+    return [{"blocks": k} for k in states.chains(site.sizes)]
 
 
 def _nodes(site: Recurrent) -> Sequence[Params]:
-    ranks = site.layout.ranks
-    return [{"node": n} for n in range(2, ranks) if ranks % n == 0]
+    return [{"node": n} for n in states.nodes(site.layout.ranks)]
 
 
 def _one_node(site: Recurrent) -> str | None:

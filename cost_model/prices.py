@@ -354,15 +354,15 @@ def linear_values(strategy: str, q: LinearAttention) -> Values:
     """Of a linear attention: sizes, counts and work."""
     moved, tokens = states.LINEAR_COUNTS[strategy](q), -(-q.seq // q.ranks)
     heads = q.batch * q.heads
-    own = linear_forward(q.batch, q.heads, tokens, q.key_dim, q.value_dim, q.remove)
+    own = linear_forward(q.batch, q.heads, tokens, q.key_dim, q.value_dim, q.remove, q.decays)
     numbers = (q.query_heads + q.key_heads * (1 + q.remove)) * q.key_dim + 2 * q.heads * q.value_dim + q.heads * q.decays
     share = 1 - 1 / q.ranks if q.relaid else 0.0
     if strategy == "all-to-all":
-        own = linear_forward(q.batch, -(-q.heads // q.ranks), q.seq, q.key_dim, q.value_dim, q.remove)
+        own = linear_forward(q.batch, -(-q.heads // q.ranks), q.seq, q.key_dim, q.value_dim, q.remove, q.decays)
     return {
         B: q.batch, S: q.seq, T: q.seq, H: q.heads, H_kv: q.key_heads, D: q.key_dim, D_v: q.value_dim, e: q.itemsize,
         a: max(4, q.itemsize), P: q.ranks, C: CHUNK, K_b: q.blocks, f: own,
-        f_i: linear_meanwhile(q.batch, q.heads, tokens, q.key_dim),
+        f_i: linear_meanwhile(q.batch, q.heads, tokens, q.key_dim, q.decays),
         f_s: heads * tokens * 4 * q.key_dim * q.value_dim * q.remove, f_A: heads * tokens * 4 * q.key_dim**2 * q.remove,
         f_c: heads * 2 * q.key_dim**2 * q.value_dim * q.remove,
         s: q.state, s_A: q.pair, n_s: moved.states / q.ranks, n_A: moved.pairs / q.ranks,

@@ -43,9 +43,9 @@ def linear_forward(
     return batch * heads * tokens * each * (2 if decays > 1 else 1)
 
 
-def linear_meanwhile(batch: int, heads: int, tokens: int, key_dim: int) -> int:
+def linear_meanwhile(batch: int, heads: int, tokens: int, key_dim: int, decays: int = 1) -> int:
     """FLOP of what the forward pass does while a state travels: q kᵀ within chunks (kernels/linear.py, `inside`)."""
-    return batch * heads * tokens * 2 * CHUNK * key_dim
+    return batch * heads * tokens * 2 * CHUNK * key_dim * (2 if decays > 1 else 1)
 
 
 def linear_backward(

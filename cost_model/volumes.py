@@ -226,6 +226,12 @@ COUNTS: dict[str, Callable[[Attention], Counts]] = {
 }
 
 
+def head_groups(ranks: int, heads: int) -> list[int]:
+    """How many ranks may exchange heads before a ring: divisors of the ranks up to the heads, all ranks only if nothing else is."""
+    fitting = [u for u in range(2, ranks + 1) if ranks % u == 0 and u <= heads]
+    return [u for u in fitting if u < ranks] or fitting
+
+
 @functools.lru_cache(maxsize=4096)
 def counted(strategy: str, sizes: Attention) -> Counts:
     """What a strategy moves and computes for an attention of these sizes."""

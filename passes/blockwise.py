@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..cost_model.volumes import head_groups
 from ..kernels import attend, blocks, comm, flash, random
 from ..kernels.layout import Layout, contiguous, head_tail, kv_heads, split
 from ..kernels.schedule import Schedule, Tiling, balanced, level_by_layout, members, owner_computes
@@ -51,9 +52,7 @@ class Blockwise:
         """Where heads are exchanged first, one for each size of groups: the divisors of the ranks up to the heads."""
         if not self.grouped or ctx.ranks == 1:
             return (self,)
-        fitting = [u for u in range(2, ctx.ranks + 1) if ctx.ranks % u == 0 and u <= region.heads]
-        proper = [u for u in fitting if u < ctx.ranks]
-        return tuple(replace(self, near=u) for u in proper or fitting)
+        return tuple(replace(self, near=u) for u in head_groups(ctx.ranks, region.heads))
 
     def counted(self, region: Region, ctx: SiteContext) -> dict[str, Any]:
         """What travels over all ranks, in how many steps, and the busiest rank's work (at most, where batches decide)."""

@@ -1,7 +1,8 @@
 """Kernels and links timed on all ranks of a process group at once, as they are used in training.
 
 Ranks that share cores or links slow each other down: a timing repeats a call on every rank for `Settings.seconds`, the slowest
-rank counts, and of several rounds the median. Kernels are those that autosp runs, collectives the operators of its graphs.
+rank counts, and of several rounds the lower quartile, as other processes only ever add. Kernels are those that autosp runs,
+collectives the operators of its graphs.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ class Settings:
     pointwise: bytes of each of three tensors; messages: bytes of what a collective works on.
     """
 
-    rounds: int = 5
-    seconds: float = 0.04
+    rounds: int = 7
+    seconds: float = 0.03
     matmul: tuple[tuple[int, int, int], ...] = ((64, 64, 64), (256, 256, 256), (512, 512, 512), (1024, 512, 2048))
     attention: tuple[tuple[int, int, int, int, bool], ...] = (
         (2, 64, 64, 64, False),
-        (4, 256, 256, 64, True),
+        (4, 512, 512, 64, True),
         (4, 512, 512, 64, False),
-        (4, 1024, 1024, 64, True),
-        (2, 512, 512, 128, False),
+        (4, 1024, 1024, 64, False),
+        (4, 2048, 2048, 64, True),
     )
     linear: tuple[tuple[int, int, int, int], ...] = ((2, 64, 64, 64), (4, 512, 64, 64), (4, 1024, 128, 128))
     pointwise: int = 1 << 26
@@ -112,34 +113,43 @@ class Samples:
 class Bench:
     """Timings on all ranks of the process group at once."""
 
-    def __init__(self, settings: Settings, device: torch.device, dtype: torch.dtype) -> None:
-        self.settings, self.device, self.dtype = settings, device, dtype
+    def __init__(self, settings: Settings, device: torch.device, dtype: torch.dtype, local: int) -> None:
+        self.settings, self.device, self.dtype, self.local = settings, device, dtype, local
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
     def sync(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def slowest(self, seconds: float) -> float:
-        found = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return found.item()
+    def over_ranks(self, op: dist.ReduceOp, *numbers: float) -> list[float]:
+        found = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, op)
+        return found.tolist()
 
-    def run(self, step: Step, calls: int) -> float:
-        """Seconds until the slowest rank has made so many calls."""
+    def run(self, step: Step, calls: int, busy: bool) -> float:
+        """Seconds until the slowest rank has made so many calls.
+
+        busy: they only compute. On a CPU that is the core time they took, spread over the cores: what others take does not count.
+        """
         self.sync()
         dist.barrier()
-        start = time.perf_counter()
+        start, core = time.perf_counter(), time.process_time()
         for _ in range(calls):
             step()
         self.sync()
-        return self.slowest(time.perf_counter() - start)
+        wall, core = time.perf_counter() - start, time.process_time() - core
+        if not busy or self.device.type != "cpu":
+            return self.over_ranks(dist.ReduceOp.MAX, wall)[0]
+        (longest,), (total,) = self.over_ranks(dist.ReduceOp.MAX, core), self.over_ranks(dist.ReduceOp.SUM, core)
+        return max(longest, total * self.local / self.ranks / cores())
 
-    def time(self, step: Step) -> float:
-        """Seconds of a call: the median over rounds. Every rank makes the same number of calls."""
-        self.run(step, 1)  # the first call allocates and connects
-        calls = min(MOST_CALLS, max(1, round(self.settings.seconds / max(1e-9, self.run(step, 2) / 2))))
-        return statistics.median(self.run(step, calls) / calls for _ in range(self.settings.rounds))
+    def time(self, step: Step, busy: bool = False) -> float:
+        """Seconds of a call: the lower quartile over rounds. Every rank makes the same number of calls."""
+        self.run(step, 1, busy)  # the first call allocates and connects
+        once = self.run(step, 2, busy) / 2
+        calls = min(MOST_CALLS, max(1, round(self.settings.seconds / max(1e-9, once))))
+        found = [self.run(step, calls, busy) / calls for _ in range(self.settings.rounds)]
+        return statistics.quantiles(found, n=4, method="inclusive")[0] if len(found) > 1 else found[0]
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
@@ -150,7 +160,7 @@ class Bench:
         found = []
         for rows, inner, columns in self.settings.matmul:
             x, y = self.normal(rows, inner), self.normal(inner, columns)
-            seconds = self.time(lambda x=x, y=y: x @ y)  # type: ignore[misc]
+            seconds = self.time(lambda x=x, y=y: x @ y, busy=True)  # type: ignore[misc]
             found.append(Call(f"{rows}x{inner}x{columns}", work.matmul(rows, inner, columns), seconds))
         return found
 
@@ -160,7 +170,7 @@ class Bench:
 
         def seconds(dtype: torch.dtype) -> float:
             x, y = self.normal(rows, inner).to(dtype), self.normal(inner, columns).to(dtype)
-            return self.time(lambda: x @ y)
+            return self.time(lambda: x @ y, busy=True)
 
         unit = seconds(self.dtype)
         return {name: unit / seconds(getattr(torch, name)) for name in DTYPES if getattr(torch, name) != self.dtype}
@@ -174,10 +184,10 @@ class Bench:
             delta = (grad * out).sum(-1)
             shape = f"{heads} heads {rows}x{columns}x{size}{' causal' * causal}"
             sizes = (1, heads, size, size, work.pairs(rows, columns, causal))
-            seconds = self.time(lambda xs=(q, k, v, causal, None, None): flash.forward(*xs))  # type: ignore[misc]
+            seconds = self.time(lambda xs=(q, k, v, causal, None, None): flash.forward(*xs), busy=True)  # type: ignore[misc]
             forward.append(Call(shape, work.attention_forward(*sizes), seconds))
             given = (grad, q, k, v, lse, delta, causal, None, None)
-            seconds = self.time(lambda xs=given: flash.backward(*xs))  # type: ignore[misc]
+            seconds = self.time(lambda xs=given: flash.backward(*xs), busy=True)  # type: ignore[misc]
             backward.append(Call(shape, work.attention_backward(*sizes), seconds))
         return forward, backward
 
@@ -194,15 +204,15 @@ class Bench:
             out, end = run()
             grads = torch.randn_like(out), torch.randn_like(end)
             shape, sizes = f"{heads} heads {tokens} tokens {keys}x{values}", (1, heads, tokens, keys, values)
-            forward.append(Call(shape, work.linear_forward(*sizes), self.time(run)))
+            forward.append(Call(shape, work.linear_forward(*sizes), self.time(run, busy=True)))
             given = ((out, end), leaves, grads, True)
-            seconds = self.time(lambda xs=given: torch.autograd.grad(*xs))  # type: ignore[misc]
+            seconds = self.time(lambda xs=given: torch.autograd.grad(*xs), busy=True)  # type: ignore[misc]
             backward.append(Call(shape, work.linear_backward(*sizes), seconds))
         return forward, backward
 
     def pointwise(self) -> tuple[int, float]:
         a, b, out = (torch.ones(self.settings.pointwise // 4, device=self.device) for _ in range(3))
-        return 3 * self.settings.pointwise, self.time(lambda: torch.add(a, b, out=out))
+        return 3 * self.settings.pointwise, self.time(lambda: torch.add(a, b, out=out), busy=True)
 
     # Links
 
@@ -227,10 +237,10 @@ class Bench:
         ops += [dist.P2POp(dist.isend, x, group=group, group_peer=(me + 1) % ranks) for x in mine]
         return dist.batch_isend_irecv(ops)
 
-    def links(self, local: int) -> dict[str, dict[str, list[Transfer]]]:
+    def links(self) -> dict[str, dict[str, list[Transfer]]]:
         groups = {
             parts: self.group(parts)
-            for kinds in partitions(self.ranks, local).values()
+            for kinds in partitions(self.ranks, self.local).values()
             for choices in kinds.values()
             for parts in choices
         }
@@ -238,7 +248,7 @@ class Bench:
             level: {
                 kind: [t for parts in choices for t in self.transfers(kind, groups[parts])] for kind, choices in kinds.items()
             }
-            for level, kinds in partitions(self.ranks, local).items()
+            for level, kinds in partitions(self.ranks, self.local).items()
         }
 
     def transfers(self, kind: str, group: dist.ProcessGroup) -> list[Transfer]:
@@ -319,16 +329,15 @@ def measured(settings: Settings, dtype: str, device: torch.device, local: int) -
     """Samples of the process group at hand; every rank calls it, and all get the same."""
     torch.manual_seed(0)
     before = _used()
-    bench = Bench(settings, device, getattr(torch, dtype))
+    bench = Bench(settings, device, getattr(torch, dtype), local)
     pointwise, (attention, attention_back), (states, states_back) = bench.pointwise(), bench.attention(), bench.linear()
     kernels = dict(zip(KERNELS, (bench.matmul(), attention, attention_back, states, states_back), strict=True))
     backend = dist.get_backend()
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
     else:
-        cores, ram = os.cpu_count() or 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        name, memory = f"CPU, {local} ranks on {cores} cores", ram // local
-    links, overlap = bench.links(local), bench.overlap()
+        name, memory = f"CPU, {local} ranks on {cores()} cores", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
+    links, overlap = bench.links(), bench.overlap()
     seconds, everyone, own = (now - then for now, then in zip(_used(), before, strict=True))
     ours = torch.tensor([own], dtype=torch.float64, device=device)
     dist.all_reduce(ours)
@@ -345,6 +354,11 @@ def measured(settings: Settings, dtype: str, device: torch.device, local: int) -
         dtypes=bench.dtypes(),
         how=f"{bench.ranks} ranks at once, {backend}, torch {torch.__version__}",
     )
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _used() -> tuple[float, float, float]:

@@ -180,7 +180,7 @@ def build(
     make_inputs = _INPUTS.get(model_type, _seq2seq if config.is_encoder_decoder else _causal)
     model_class = _auto_class(model_type, config)
     devices: list[int] = []
-    with torch.random.fork_rng(devices), _readable():
+    with torch.random.fork_rng(devices), readable():
         torch.manual_seed(seed)
         model = model_class.from_config(config)
         _randomise_constants(model)
@@ -193,7 +193,7 @@ def build(
 
 
 @contextlib.contextmanager
-def _readable() -> Iterator[None]:
+def readable() -> Iterator[None]:
     """Without a GPU, transformers does not find the libraries whose functions need one, and takes its own instead.
 
     It chooses when it first imports a family's module.
@@ -323,7 +323,7 @@ def _field_names(config_class: Any) -> set[str]:
 
 
 def _config_class(model_type: str) -> Any:
-    transformers = _transformers()
+    transformers = library()
     try:
         return transformers.CONFIG_MAPPING[model_type]
     except KeyError:
@@ -332,7 +332,7 @@ def _config_class(model_type: str) -> Any:
 
 def _auto_class(model_type: str, config: Any) -> Any:
     """The head that gives a loss: classification for bert and vit, else seq2seq or causal language model."""
-    transformers = _transformers()
+    transformers = library()
     name = {"bert": "AutoModelForSequenceClassification", "vit": "AutoModelForImageClassification"}.get(model_type)
     name = name or ("AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM")
     auto = getattr(transformers, name)
@@ -341,7 +341,7 @@ def _auto_class(model_type: str, config: Any) -> Any:
     return auto
 
 
-def _transformers() -> Any:
+def library() -> Any:
     try:
         import transformers
     except ImportError:

@@ -227,7 +227,7 @@ COUNTS: dict[str, Callable[[Attention], Counts]] = {
 
 
 def head_groups(ranks: int, heads: int) -> list[int]:
-    """How many ranks may exchange heads before a ring: divisors of the ranks up to the heads, all ranks only if nothing else is."""
+    """How many ranks may exchange heads before a ring: divisors of the ranks up to the heads; all ranks only if no other is."""
     fitting = [u for u in range(2, ranks + 1) if ranks % u == 0 and u <= heads]
     return [u for u in fitting if u < ranks] or fitting
 

@@ -8,6 +8,7 @@ collectives the operators of its graphs.
 from __future__ import annotations
 
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -115,7 +116,10 @@ class Bench:
 
     def __init__(self, settings: Settings, device: torch.device, dtype: torch.dtype, local: int) -> None:
         self.settings, self.device, self.dtype, self.local = settings, device, dtype, local
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.ranks = dist.get_world_size()
+        places: list[str] = [""] * self.ranks
+        dist.all_gather_object(places, _machine())
+        self.sharing = places.count(_machine())  # ranks on this machine, in whatever nodes a launcher says they are
 
     def sync(self) -> None:
         if self.device.type == "cuda":
@@ -141,14 +145,17 @@ class Bench:
         if not busy or self.device.type != "cpu":
             return self.over_ranks(dist.ReduceOp.MAX, wall)[0]
         (longest,), (total,) = self.over_ranks(dist.ReduceOp.MAX, core), self.over_ranks(dist.ReduceOp.SUM, core)
-        return max(longest, total * self.local / self.ranks / cores())
+        return max(longest / torch.get_num_threads(), total / self.ranks * self.sharing / cores())
 
     def time(self, step: Step, busy: bool = False) -> float:
         """Seconds of a call: the lower quartile over rounds. Every rank makes the same number of calls."""
         self.run(step, 1, busy)  # the first call allocates and connects
-        once = self.run(step, 2, busy) / 2
-        calls = min(MOST_CALLS, max(1, round(self.settings.seconds / max(1e-9, once))))
-        found = [self.run(step, calls, busy) / calls for _ in range(self.settings.rounds)]
+        once = max(1e-9, self.run(step, 2, busy) / 2)
+        calls = min(MOST_CALLS, max(1, round(self.settings.seconds / once)))
+        rounds = min(
+            self.settings.rounds, max(3, round(4 * self.settings.rounds * self.settings.seconds / once))
+        )  # fewer long ones
+        found = [self.run(step, calls, busy) / calls for _ in range(rounds)]
         return statistics.quantiles(found, n=4, method="inclusive")[0] if len(found) > 1 else found[0]
 
     def normal(self, *shape: int) -> Tensor:
@@ -336,7 +343,8 @@ def measured(settings: Settings, dtype: str, device: torch.device, local: int) -
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
     else:
-        name, memory = f"CPU, {local} ranks on {cores()} cores", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
+        name = f"CPU, {bench.sharing} ranks on {cores()} cores"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // bench.sharing
     links, overlap = bench.links(), bench.overlap()
     seconds, everyone, own = (now - then for now, then in zip(_used(), before, strict=True))
     ours = torch.tensor([own], dtype=torch.float64, device=device)
@@ -348,12 +356,18 @@ def measured(settings: Settings, dtype: str, device: torch.device, local: int) -
         pointwise=pointwise,
         overlap=overlap,
         memory=memory,
-        others=max(0.0, everyone - ours.item()) / seconds / (os.cpu_count() or 1) if local == bench.ranks else 0.0,
+        others=max(0.0, everyone - ours.item()) / seconds / (os.cpu_count() or 1) if bench.sharing == bench.ranks else 0.0,
         device=name,
         dtype=dtype,
         dtypes=bench.dtypes(),
         how=f"{bench.ranks} ranks at once, {backend}, torch {torch.__version__}",
     )
+
+
+def _machine() -> str:
+    """The same for all processes of this machine, also in containers and network namespaces of their own."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else platform.node()
 
 
 def cores() -> int:

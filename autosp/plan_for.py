@@ -57,7 +57,7 @@ class Question:
         planning = Planning(machine, None, self.memory, SAVES, True)
         spec = RealSpec(self.model, self.seq_len, self.batch, self.dtype)
         try:
-            return dry_run(spec, self.mesh["sp"], settings, planning).plan
+            return dry_run(spec, self.mesh["sp"], settings, planning, self.mesh.get("dp", 1)).plan
         except MemoryShort as short:
             raise MemoryShort(f"{short}; to plan as if there were more: --memory 2TB, say") from None
 

@@ -99,6 +99,28 @@ def plan(
 
 
 @app.command()
+def explain(
+    plan: Annotated[Path, typer.Argument(help=PLAN_HELP)],
+    layer: Annotated[int | None, typer.Option(min=0, help="its number; all if not given")] = None,
+    hardware: Annotated[str | None, typer.Option(help="the machine that was planned for, if it was a file")] = None,
+    per_node: Annotated[int | None, typer.Option(min=1, help="devices a node, if that was given")] = None,
+) -> None:
+    """Why a plan says what it says: formulas, the source of every number, and where another strategy would win.
+
+    Exit code 0: explained. 2: the plan cannot be read, or the machine is not the one that was planned for.
+    """
+    from autosp.cost_model.hardware import load
+    from autosp.explain import explain as run
+    from autosp.plan_tables import console
+    from autosp.planning import read
+
+    with refusals():
+        made = read(plan)
+        machine = load(hardware or made.hardware)
+        run(made, machine.with_node(per_node) if per_node else machine, layer, console())
+
+
+@app.command()
 def diff(
     a: Annotated[Path, typer.Argument(help=PLAN_HELP)],
     b: Annotated[Path, typer.Argument(help="another")],

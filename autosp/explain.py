@@ -1,0 +1,176 @@
+"""`autosp explain`: a site's price as a formula, where each number comes from, and where another strategy would win."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import sympy
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autosp.cost_model.amounts import length, shown
+from autosp.cost_model.cases import Direction, Term, directions
+from autosp.cost_model.crossover import LAYOUTS, Axis, Crossing, Point, axes, best, crossings
+from autosp.cost_model.hardware import Hardware
+from autosp.cost_model.plan import Plan, PlanError, Site
+from autosp.cost_model.plan_text import Run, heads, runs, way
+from autosp.cost_model.prices import bound
+from autosp.cost_model.problem import Sizes
+from autosp.cost_model.retold import price, sizes
+from autosp.cost_model.sources import source
+from autosp.cost_model.states import LinearAttention
+from autosp.cost_model.symbols import QUANTITIES
+from autosp.plan_tables import alternative
+
+ALIKE = 0.02  # a price carried to other lengths or ranks may differ from the plan's by that share
+
+
+def explain(plan: Plan, hardware: Hardware, layer: int | None, to: Console) -> None:
+    """Every run, or those with a site in a layer. Raises PlanError where there is none, or the machine is another one."""
+    chosen = [run for run in runs(plan.sites) if layer is None or any(_numbered(s.layer) == layer for s in run.sites)]
+    if not chosen:
+        have = sorted({n for s in plan.sites if (n := _numbered(s.layer)) is not None})
+        fix = f"fix: one of {have[0]} to {have[-1]}" if have else "fix: no --layer; its layers have no numbers"
+        raise PlanError(f"the plan has no attention in layer {layer}; {fix}")
+    dtype = plan.beside.dtype if plan.beside else "bfloat16"
+    for run in chosen:
+        price(run.site, hardware, dtype)
+    for run in chosen:
+        _Explained(plan, run, hardware, dtype).show(to)
+
+
+def _numbered(layer: str) -> int | None:
+    found = re.search(r"(?:^|\.)(\d+)$", layer)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class _Explained:
+    plan: Plan
+    run: Run
+    hardware: Hardware
+    dtype: str
+
+    @property
+    def sizes(self) -> Sizes:
+        return sizes(self.run.site)
+
+    def show(self, to: Console) -> None:
+        site, of = self.run.site, self.sizes
+        values = bound(site.strategy, of, self.hardware, self.dtype)
+        both = directions(site.strategy, isinstance(of, LinearAttention), values)
+        to.print(Text(f"{self.run.name}: {site.kind} by {way(site.strategy, site.params)}", style="bold"), soft_wrap=True)
+        note = heads(site, site.strategy, site.params, self.plan.ranks)
+        if note:
+            to.print(Text(f"  {note}"), soft_wrap=True)
+        for each in both:
+            to.print(_formulas(each), soft_wrap=True)
+        total = " + ".join(shown(each.seconds, "s") for each in both)
+        to.print(Text(f"  a step: {total} = {shown(site.seconds.total, 's')}\n"), soft_wrap=True)
+        to.print(self.quantities(both))
+        to.print(Text(f"  best alternative: {alternative(site, self.plan.ranks)}"), soft_wrap=True)
+        for line in self.wins():
+            to.print(Text(f"  {line}"), soft_wrap=True)
+        to.print()
+
+    def quantities(self, both: Sequence[Direction]) -> Table:
+        """The symbols that are in the formulas, in the order of `symbols`."""
+        site, of = self.run.site, self.sizes
+        values = bound(site.strategy, of, self.hardware, self.dtype)
+        used = {q for each in both for q in each.symbols}
+        table = Table(box=None, pad_edge=False, padding=(0, 1))
+        for head in ("  ", "value", "meaning", "from"):
+            table.add_column(head, justify="right" if head == "value" else "left", no_wrap=head == "value")
+        for quantity in QUANTITIES.values():
+            if quantity.symbol in used:
+                came = source(quantity.symbol, site.strategy, of, self.hardware, self.dtype)
+                value = _valued(values.get(quantity.symbol, 0.0), quantity.unit)
+                table.add_row(Text(f"  {sympy.pretty(quantity.symbol)}"), value, Text(quantity.meaning), Text(came.text))
+        return table
+
+    # Where another strategy wins ------------------------------------------------------------------
+
+    def wins(self) -> Iterator[str]:
+        """In the plan's layout, then in any, where that is not the same."""
+        names, left_out = self.comparable()
+        here = [n for n in names if LAYOUTS.get(n, self.plan.layout) == self.plan.layout]
+        for axis in axes(self.sizes, self.hardware):
+            told = list(said(crossings(here, self.sizes, axis, self.dtype), axis, ""))
+            if len(here) < len(names):
+                more = said(crossings(names, self.sizes, axis, self.dtype), axis, " if the model may have any layout")
+                plain = {line.partition(" (")[0] for line in told}
+                told += [line for line in more if line.partition(" if the model")[0].partition(" (")[0] not in plain]
+            yield from told or [f"{self.reach(axis)}: {way(self.run.site.strategy, {})} wins everywhere"]
+        for name, why in left_out:
+            yield f"{name} is not compared: {why}"
+
+    def reach(self, axis: Axis) -> str:
+        return f"from {_at(axis, axis.values[0])} to {_at(axis, axis.values[-1])}"
+
+    def comparable(self) -> tuple[list[str], list[tuple[str, str]]]:
+        """Strategies whose price at the plan's own sizes is the plan's, and the others with the reason."""
+        site, of = self.run.site, self.sizes
+        told = {site.strategy: site.seconds.total} | {r.strategy: r.seconds for r in site.rejected if r.seconds is not None}
+        if isinstance(of, LinearAttention) and site.kind == "linear attention":
+            told |= {name: 0.0 for name in ("all-to-all", "two-level") if name not in told}  # for other numbers of ranks
+        names, left_out = [], []
+        for name, seconds in told.items():
+            found = best(name, of, self.hardware, self.dtype)
+            if found is not None and seconds and abs(found.seconds / seconds - 1) > ALIKE and name != site.strategy:
+                left_out.append(
+                    (name, "its price depends on more than the mask's band, which is all that can be carried elsewhere")
+                )
+            else:
+                names.append(name)
+        return names, left_out
+
+
+def said(found: Iterable[Crossing], axis: Axis, when: str) -> Iterator[str]:
+    """Crossings below the plan's place say who wins below them, those above it who wins from there on."""
+    for each in found:
+        how = {"solved": "solved", "bisection": "found by bisection"}.get(each.how, f"of {each.how}")
+        if each.at <= axis.now:
+            yield f"{_named(each.below)} wins below {_at(axis, each.at)}{when} ({how}; {_named(each.above)} from there)"
+        else:
+            yield f"{_named(each.above)} wins from {_at(axis, each.at)}{when} ({how}; {_named(each.below)} below)"
+
+
+def _named(point: Point) -> str:
+    return way(point.strategy, point.params)
+
+
+def _at(axis: Axis, value: float) -> str:
+    if axis.unit == "positions":
+        return f"S = {length(round(value)) if value == round(value) else f'{value:,.0f}'}"
+    if axis.unit == "ranks":
+        return f"P = {value:.0f}"
+    return f"{shown(value, axis.unit)} {axis.name}"
+
+
+# Formulas -------------------------------------------------------------------------------------------
+
+
+def _formulas(each: Direction) -> Text:
+    text = Text(f"  {each.name}: {shown(each.seconds, 's')}\n")
+    for what, terms in (("computing", each.computing), ("exchanging", each.exchanging), ("hidden, taken off", each.hidden)):
+        if terms:
+            text.append(f"    {what} {shown(sum(t.value for t in terms), 's')}\n")
+        for term in terms:
+            text.append(_term(term))
+    return text
+
+
+def _term(term: Term) -> str:
+    """The formula over as many lines as it needs, then its value at the height of the fraction's bar."""
+    value = sympy.Symbol(shown(term.value, "s"))
+    drawn = sympy.pretty(sympy.Eq(term.formula, value, evaluate=False), use_unicode=True, wrap_line=False)
+    return "".join(f"      {line.rstrip()}\n" for line in drawn.splitlines())
+
+
+def _valued(value: float, unit: str) -> str:
+    if unit in ("s", "B", "B/s", "FLOP", "FLOP/s"):
+        return shown(value, unit)
+    return f"{value:,.0f}" if value == round(value) and value < 1e9 else f"{value:.4g}"

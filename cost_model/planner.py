@@ -45,7 +45,9 @@ class Planner:
     def __call__(self, problem: Problem) -> Decision:
         """The plan of least time. Raises HardwareError for a number the machine's table lacks, MemoryShort as said above."""
         solved = [s for layout in _layouts(problem) if (s := _solve(problem, layout, self)) is not None]
-        best = min(solved, key=lambda s: (s.peak > self.budget, s.seconds if s.peak <= self.budget else s.peak))
+        best = min(
+            solved, key=lambda s: (-_obeyed(problem, s), s.peak > self.budget, s.seconds if s.peak <= self.budget else s.peak)
+        )
         notes = []
         if best.peak > self.budget:
             short = _short(problem, best, self)
@@ -130,6 +132,12 @@ class _Solution:
 
 def _layouts(problem: Problem) -> tuple[str, ...]:
     return (problem.layout,) if problem.layout else LAYOUTS
+
+
+def _obeyed(problem: Problem, solution: _Solution) -> int:
+    """Sites that have the strategy asked for: a layout in which it cannot apply is no way out."""
+    picks = [(i, pick) for sites, way in solution.ways for i, pick in zip(sites, way.picks, strict=True)]
+    return sum(problem.sites[i].candidates[pick].strategy == problem.strategy for i, pick in picks)
 
 
 def placed(candidate: Candidate, layout: str) -> Candidate:
@@ -365,10 +373,11 @@ def _refused(
 ) -> Refused:
     """The strategy's best candidate, and why it was not taken."""
     own = [c for c in site.candidates if c.strategy == strategy]
-    priced = [(c, cost(strategy, c.sizes, planner.hardware, problem.dtype)) for c in own if not c.reason and c.sizes is not None]
+    there = [placed(c, c.layout or best.layout) for c in own if not c.reason]
+    priced = [(c, cost(strategy, c.sizes, planner.hardware, problem.dtype)) for c in there if c.sizes is not None]
     if not priced:
         return Refused(own[0], own[0].reason)
-    candidate, its = min(((placed(c, best.layout), k) for c, k in priced), key=lambda pair: pair[1].seconds)
+    candidate, its = min(priced, key=lambda pair: pair[1].seconds)
     numbers = its.seconds, sum(its.sent)
     if candidate.layout not in (None, best.layout):
         other = next((s for s in others if s.layout == candidate.layout), None)

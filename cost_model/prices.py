@@ -406,7 +406,7 @@ def textbook(strategy: str, causal: bool = True) -> Mapping[sympy.Symbol, Expr]:
             c: kv,
             n: P / u - 1,
         },
-        "balanced-ring": {N: level, c: kv, n: P / 2, m: (3 * P / 8 - Rational(1, 4)) * T / P, r: (P / 8 - Rational(1, 4)) * S / P}
+        "balanced-ring": {N: level, c: kv, n: P / 2, m: (3 * P / 8 - Rational(1, 4)) * T / P, r: S / 8}
         if causal
         else {N: level, m: (P - 1) * T / P, c: kv, n: P - 1},
         "halo": {N: level, m: (P - 1) * T / P, c: kv, n: P - 1},

@@ -15,7 +15,7 @@ from autosp.cost_model.amounts import length, shown
 from autosp.cost_model.cases import Direction, Term, directions
 from autosp.cost_model.crossover import LAYOUTS, Axis, Crossing, Point, axes, best, crossings
 from autosp.cost_model.hardware import Hardware
-from autosp.cost_model.plan import Plan, PlanError, Site
+from autosp.cost_model.plan import Plan, PlanError
 from autosp.cost_model.plan_text import Run, heads, runs, way
 from autosp.cost_model.prices import bound
 from autosp.cost_model.problem import Sizes
@@ -131,7 +131,7 @@ class _Explained:
 def said(found: Iterable[Crossing], axis: Axis, when: str) -> Iterator[str]:
     """Crossings below the plan's place say who wins below them, those above it who wins from there on."""
     for each in found:
-        how = {"solved": "solved", "bisection": "found by bisection"}.get(each.how, f"of {each.how}")
+        how = {"solved": "solved", "bisection": "found by bisection"}.get(each.how, f"among {each.how}")
         if each.at <= axis.now:
             yield f"{_named(each.below)} wins below {_at(axis, each.at)}{when} ({how}; {_named(each.above)} from there)"
         else:

@@ -31,45 +31,60 @@ def print_plan(plan: Plan, to: Console) -> None:
         to.print(Text(f"note: {note}"), soft_wrap=True)
 
 
-def plan_table(plan: Plan) -> Table:
-    """One row for each run of layers that are alike, one for all else, and the step."""
+COLUMNS = ("layers", "kind", "strategy", "time each", "waiting", "kept each", "best alternative")
+NUMBERS = ("time each", "waiting", "kept each")
+
+
+def title(plan: Plan) -> str:
     where = f"{plan.ranks} ranks" + (f" x {plan.mesh['dp']} data-parallel" if plan.mesh.get("dp", 1) > 1 else "")
     lengths = " and ".join(map(length, plan.sequence)) or "-"
-    title = f"{where}, sequence {lengths}, {plan.layout} layout, {plan.hardware}: plan {plan.fingerprint}"
-    table = Table(title=Text(title), title_justify="left")
-    for head in ("layers", "kind", "strategy"):
-        table.add_column(head, overflow="fold")
-    for head in ("time each", "waiting", "kept each"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("best alternative")
-    by_site = kept(plan)
-    for run in runs(plan.sites):
-        s = run.site
-        table.add_row(
-            Text(run.name),
-            s.kind,
-            Text(_chosen(s, plan.ranks)),
-            shown(s.seconds.total, "s"),
-            shown(s.seconds.exposed, "s"),
-            shown(kept_in(run, by_site) / len(run.sites), "B"),
-            Text(alternative(s, plan.ranks)),
-        )
-    _add_totals(table, plan)
+    return f"{where}, sequence {lengths}, {plan.layout} layout, {plan.hardware}: plan {plan.fingerprint}"
+
+
+def plan_table(plan: Plan) -> Table:
+    """One row for each run of layers that are alike, one for all else, and the step."""
+    table = Table(title=Text(title(plan)), title_justify="left")
+    for head in COLUMNS:
+        numeric = head in NUMBERS
+        table.add_column(head, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+    for rows in (run_rows(plan), total_rows(plan)):
+        for row in rows:
+            table.add_row(*map(Text, row))
+        table.add_section()
     return table
 
 
-def _add_totals(table: Table, plan: Plan) -> None:
+def run_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """The cells of `COLUMNS` for each run."""
+    by_site = kept(plan)
+    return [
+        (
+            run.name,
+            run.site.kind,
+            _chosen(run.site, plan.ranks),
+            shown(run.site.seconds.total, "s"),
+            shown(run.site.seconds.exposed, "s"),
+            shown(kept_in(run, by_site) / len(run.sites), "B"),
+            alternative(run.site, plan.ranks),
+        )
+        for run in runs(plan.sites)
+    ]
+
+
+def total_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """The cells of `COLUMNS` for what is no site, for what is held, and for the step."""
     totals = plan.totals
     if totals is None:
-        return
-    time = totals.step_s - sum(s.seconds.total for s in plan.sites)
-    waiting = totals.exposed_s - sum(s.seconds.exposed for s in plan.sites)
+        return []
+    time = max(0.0, totals.step_s - sum(s.seconds.total for s in plan.sites))
+    waiting = max(0.0, totals.exposed_s - sum(s.seconds.exposed for s in plan.sites))
     again = " and computed again" if any(s.saved != "everything" for s in plan.sites) else ""
     held = shown(totals.parameter_bytes, "B")
-    table.add_section()
-    table.add_row(f"all else{again}", "", "", shown(max(0.0, time), "s"), shown(max(0.0, waiting), "s"), "", "")
-    table.add_row("parameters, gradients, Adam", "", "", "", "", held, "every rank holds all of them")
-    table.add_row("step", "", "", shown(totals.step_s, "s"), shown(totals.exposed_s, "s"), shown(totals.peak_bytes, "B"), "")
+    return [
+        (f"all else{again}", "", "", shown(time, "s"), shown(waiting, "s"), "", ""),
+        ("parameters, gradients, Adam", "", "", "", "", held, "every rank holds all of them"),
+        ("step", "", "", shown(totals.step_s, "s"), shown(totals.exposed_s, "s"), shown(totals.peak_bytes, "B"), ""),
+    ]
 
 
 def _chosen(site: Site, ranks: int) -> str:

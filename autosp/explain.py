@@ -15,7 +15,7 @@ from autosp.cost_model.amounts import length, shown
 from autosp.cost_model.cases import Direction, Term, directions
 from autosp.cost_model.crossover import LAYOUTS, Axis, Crossing, Point, axes, best, crossings
 from autosp.cost_model.hardware import Hardware
-from autosp.cost_model.plan import Plan, PlanError
+from autosp.cost_model.plan import Plan, PlanError, Site
 from autosp.cost_model.plan_text import Run, heads, runs, way
 from autosp.cost_model.prices import bound
 from autosp.cost_model.problem import Sizes
@@ -72,7 +72,7 @@ class _Explained:
         to.print(Text(f"  a step: {total} = {shown(site.seconds.total, 's')}\n"), soft_wrap=True)
         to.print(self.quantities(both))
         to.print(Text(f"  best alternative: {alternative(site, self.plan.ranks)}"), soft_wrap=True)
-        for line in self.wins():
+        for line in crossovers(self.plan, self.run, self.hardware, self.dtype):
             to.print(Text(f"  {line}"), soft_wrap=True)
         to.print()
 
@@ -91,51 +91,49 @@ class _Explained:
                 table.add_row(Text(f"  {sympy.pretty(quantity.symbol)}"), value, Text(quantity.meaning), Text(came.text))
         return table
 
-    # Where another strategy wins ------------------------------------------------------------------
 
-    def wins(self) -> Iterator[str]:
-        """In the plan's layout, then in any, where that is not the same."""
-        names, left_out = self.comparable()
-        here = [n for n in names if LAYOUTS.get(n, self.plan.layout) == self.plan.layout]
-        for axis in axes(self.sizes, self.hardware):
-            told = list(said(crossings(here, self.sizes, axis, self.dtype), axis, ""))
-            if len(here) < len(names):
-                more = said(crossings(names, self.sizes, axis, self.dtype), axis, " if the model may have any layout")
-                plain = {line.partition(" (")[0] for line in told}
-                told += [line for line in more if line.partition(" if the model")[0].partition(" (")[0] not in plain]
-            yield from told or [f"{self.reach(axis)}: {way(self.run.site.strategy, {})} wins everywhere"]
-        for name, why in left_out:
-            yield f"{name} is not compared: {why}"
-
-    def reach(self, axis: Axis) -> str:
-        return f"from {_at(axis, axis.values[0])} to {_at(axis, axis.values[-1])}"
-
-    def comparable(self) -> tuple[list[str], list[tuple[str, str]]]:
-        """Strategies whose price at the plan's own sizes is the plan's, and the others with the reason."""
-        site, of = self.run.site, self.sizes
-        told = {site.strategy: site.seconds.total} | {r.strategy: r.seconds for r in site.rejected if r.seconds is not None}
-        if isinstance(of, LinearAttention) and site.kind == "linear attention":
-            told |= {name: 0.0 for name in ("all-to-all", "two-level") if name not in told}  # for other numbers of ranks
-        names, left_out = [], []
-        for name, seconds in told.items():
-            found = best(name, of, self.hardware, self.dtype)
-            if found is not None and seconds and abs(found.seconds / seconds - 1) > ALIKE and name != site.strategy:
-                left_out.append(
-                    (name, "its price depends on more than the mask's band, which is all that can be carried elsewhere")
-                )
-            else:
-                names.append(name)
-        return names, left_out
+# Where another strategy wins ----------------------------------------------------------------------
 
 
-def said(found: Iterable[Crossing], axis: Axis, when: str) -> Iterator[str]:
+def crossovers(plan: Plan, run: Run, hardware: Hardware, dtype: str) -> Iterator[str]:
+    """One line for each crossing: in the plan's layout, then in any, where that is not the same."""
+    of = sizes(run.site)
+    names, left_out = strategies(run.site, hardware, dtype)
+    here = [n for n in names if LAYOUTS.get(n, plan.layout) == plan.layout]
+    for axis in axes(of, hardware):
+        told = list(said(crossings(here, of, axis, dtype), axis))
+        if len(here) < len(names):
+            free = said(crossings(names, of, axis, dtype), axis)
+            told += [f"{line}, if the model may have any layout" for line in free if line not in told]
+        span = f"from {_at(axis, axis.values[0])} to {_at(axis, axis.values[-1])}"
+        yield from told or [f"{span}: {run.site.strategy} wins everywhere"]
+    for name in left_out:
+        yield f"{name} is not compared: its price depends on more of the mask than can be carried to other sizes"
+
+
+def strategies(site: Site, hardware: Hardware, dtype: str) -> tuple[list[str], list[str]]:
+    """Those whose price at the plan's own sizes is the plan's, and others that apply. Linear attention's need of heads and of
+    two levels depends on the ranks alone."""
+    of = sizes(site)
+    told = {site.strategy: site.seconds.total} | {r.strategy: r.seconds for r in site.rejected if r.seconds is not None}
+    if isinstance(of, LinearAttention) and site.kind == "linear attention":
+        told |= {name: 0.0 for name in ("all-to-all", "two-level") if name not in told}
+    names, left_out = [], []
+    for name, seconds in told.items():
+        found = best(name, of, hardware, dtype)
+        differs = found is not None and seconds and abs(found.seconds / seconds - 1) > ALIKE
+        (left_out if differs and name != site.strategy else names).append(name)
+    return names, left_out
+
+
+def said(found: Iterable[Crossing], axis: Axis) -> Iterator[str]:
     """Crossings below the plan's place say who wins below them, those above it who wins from there on."""
     for each in found:
         how = {"solved": "solved", "bisection": "found by bisection"}.get(each.how, f"among {each.how}")
         if each.at <= axis.now:
-            yield f"{_named(each.below)} wins below {_at(axis, each.at)}{when} ({how}; {_named(each.above)} from there)"
+            yield f"{_named(each.below)} wins below {_at(axis, each.at)} ({how}; {_named(each.above)} from there)"
         else:
-            yield f"{_named(each.above)} wins from {_at(axis, each.at)}{when} ({how}; {_named(each.below)} below)"
+            yield f"{_named(each.above)} wins from {_at(axis, each.at)} ({how}; {_named(each.below)} below)"
 
 
 def _named(point: Point) -> str:

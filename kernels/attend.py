@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -36,9 +36,8 @@ class RowProgram:
     """`run(rows, columns, *leaves)` gives the result for as many rows and columns as the leaves were cut to.
 
     `row_dims[i]` and `col_dims[i]` are where leaf i carries rows and columns (None: it does not), `out_dim`
-    is the row dimension of the result, `differentiable` the leaves that take a gradient. Blocks run last to first:
-    under a causal mask the last is the largest, and memory freed by a larger block serves the next; the other way
-    round a heap fragments until it holds all pairs.
+    is the row dimension of the result, `differentiable` the leaves that take a gradient, `copies` how many values stand
+    over each (row, column) pair.
     """
 
     run: Callable[..., Tensor]
@@ -49,6 +48,17 @@ class RowProgram:
     blocks: tuple[Block, ...]
     differentiable: tuple[int, ...]
     autocast: tuple[str, torch.dtype] | None = None
+    copies: int = 1
+
+    def pieces(self) -> Iterator[Block]:
+        """The blocks, in pieces of at most BLOCK_ELEMENTS values over pairs, last to first.
+
+        Under a causal mask the last is the largest, and memory freed by a larger piece serves the next; the other way
+        round a heap fragments until it holds all pairs.
+        """
+        for b in reversed(self.blocks):
+            for start, stop in reversed(row_blocks(b.stop - b.start, (b.last - b.first) * self.copies)):
+                yield Block(b.start + start, b.start + stop, b.first, b.last)
 
     def cut(self, leaves: list[Tensor], block: Block) -> list[Tensor]:
         out = []
@@ -77,7 +87,7 @@ _PROGRAMS: dict[str, RowProgram] = {}  # a custom op takes strings, not callable
 def register(program: RowProgram) -> str:
     """The name under which `asp::attend` finds `program`; equal programs share one."""
     p = program
-    text = repr((p.key, p.row_dims, p.col_dims, p.out_dim, p.blocks, p.differentiable, p.autocast))
+    text = repr((p.key, p.row_dims, p.col_dims, p.out_dim, p.blocks, p.differentiable, p.autocast, p.copies))
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
     _PROGRAMS[name] = program
     return name
@@ -92,15 +102,15 @@ def row_blocks(rows: int, pairs_per_row: int) -> list[tuple[int, int]]:
 @torch.library.custom_op("asp::attend", mutates_args=())
 def attend(leaves: list[Tensor], name: str) -> Tensor:
     program = _PROGRAMS[name]
-    parts = [program.block(program.cut(leaves, b), b) for b in reversed(program.blocks)]
+    parts = [program.block(program.cut(leaves, b), b) for b in program.pieces()]
     return torch.cat(parts[::-1], program.out_dim) if len(parts) != 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
 
 @attend.register_fake
 def _(leaves: list[Tensor], name: str) -> Tensor:
     program = _PROGRAMS[name]
-    first = program.blocks[0]
-    one = program.block(program.cut(leaves, first), first)
+    piece = next(program.pieces())
+    one = program.block(program.cut(leaves, piece), piece)
     shape = list(one.shape)
     shape[program.out_dim] = sum(b.stop - b.start for b in program.blocks)
     return one.new_empty(shape)
@@ -110,7 +120,7 @@ def _(leaves: list[Tensor], name: str) -> Tensor:
 def attend_backward(grad: Tensor, leaves: list[Tensor], name: str) -> list[Tensor]:
     program = _PROGRAMS[name]
     grads = [torch.zeros_like(leaves[i]) for i in program.differentiable]
-    for block in reversed(program.blocks):
+    for block in program.pieces():
         cut = program.cut(leaves, block)
         upstream = grad.narrow(program.out_dim, block.start, block.stop - block.start)
         for whole, i, g in zip(grads, program.differentiable, _block_gradients(program, cut, block, upstream), strict=True):

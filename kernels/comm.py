@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import Interval, Intervals, Layout, Shards, lacking, offsets, size
+from .layout import Interval, Intervals, Layout, Shards, joined, lacking, offsets, size
 
 _c10d = torch.ops._c10d_functional
 
@@ -354,19 +354,48 @@ def to_heads(
     rows = x.movedim((head_dim, seq_dim), (0, 1))  # [heads, positions, *rest]
     rest = rows.shape[2:].numel()
     held, (first, last) = size(shards[rank]), heads[rank]
-    sent = torch.cat([_column(rows[a:b]) for a, b in heads])
     sizes = [(b - a) * held * rest for a, b in heads]
     mine = last - first
     received = [mine * size(s) * rest for s in shards]
-    got = _all_to_all(sent, sizes, received, group).split(received)
+    got = _all_to_all(_column(_dealt(rows, heads)), sizes, received, group)
+    even = _even(shards)
+    if even:
+        whole = got.reshape(even[0], mine, even[1], *rows.shape[2:]).movedim(1, 0).flatten(1, 2)
+    else:
+        whole = _placed(got.split(received), shards, (mine, *rows.shape[2:]))
+    return whole.movedim((0, 1), (head_dim, seq_dim))
+
+
+def _dealt(rows: Tensor, heads: Sequence[Interval]) -> Tensor:
+    """rows: [heads, ...], those of each interval in turn. Where each goes to as many ranks, in a few operators for any number."""
+    wanted = [h for h in heads if h[0] < h[1]]
+    each = list(dict.fromkeys(wanted))
+    copies, wide = len(wanted) // len(each), {b - a for a, b in each}
+    if copies == 1 or len(wide) > 1 or len(joined(each)) > 1 or wanted != [h for h in each for _ in range(copies)]:
+        return take(rows, 0, joined(wanted))
+    once = take(rows, 0, joined(each)).unflatten(0, (len(each), 1, *wide))
+    return once.expand(-1, copies, *once.shape[2:]).flatten(0, 2)
+
+
+def _even(shards: Shards) -> tuple[int, int] | None:
+    """(ranks that hold anything, positions each holds) where these are as many and one rank's come after another's."""
+    holding = [s for s in shards if s]
+    if len({size(s) for s in holding}) > 1 or len(joined([i for s in holding for i in s])) > 1:
+        return None
+    return len(holding), size(holding[0])
+
+
+def _placed(parts: Sequence[Tensor], shards: Shards, shape: Sequence[int]) -> Tensor:
+    """What each rank sent of its positions, in the order of positions: [heads, positions, *rest], shape: [heads, *rest]."""
     pieces = []
-    for part, intervals in zip(got, shards, strict=True):
-        block, at = part.reshape(mine, size(intervals), *rows.shape[2:]), 0
+    for part, intervals in zip(parts, shards, strict=True):
+        if not intervals:
+            continue
+        block, at = part.reshape(shape[0], size(intervals), *shape[1:]), 0
         for start, stop in intervals:
             pieces.append((start, block.narrow(1, at, stop - start)))
             at += stop - start
-    whole = torch.cat([piece for _, piece in sorted(pieces, key=lambda p: p[0])], 1)
-    return whole.movedim((0, 1), (head_dim, seq_dim))
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda p: p[0])], 1)
 
 
 def to_sequence(
@@ -384,19 +413,21 @@ def to_sequence(
     x: [.., my heads, .., all positions, ..]; `heads` (of the ranks near me) must be a partition of all heads in rank order.
     """
     heads, shards = _near(heads, shards, near)
-    starts, at = dict[int, int](), 0  # where each interval begins among the positions at hand
-    for a, b in sorted(i for s in shards for i in s):
-        starts[a], at = at, at + b - a
     rows = x.movedim((head_dim, seq_dim), (0, 1))
     rest = rows.shape[2:].numel()
-    mine = heads[rank][1] - heads[rank][0]
-    sent = torch.cat([_column(take(rows, 1, tuple((starts[a], starts[a] + b - a) for a, b in s))) for s in shards])
+    mine, held = heads[rank][1] - heads[rank][0], size(shards[rank])
+    even = _even(shards)
+    if even:
+        sent = _column(rows.unflatten(1, even).movedim(1, 0))
+    else:
+        starts, at = dict[int, int](), 0  # where each interval begins among the positions at hand
+        for a, b in sorted(i for s in shards for i in s):
+            starts[a], at = at, at + b - a
+        sent = torch.cat([_column(take(rows, 1, tuple((starts[a], starts[a] + b - a) for a, b in s))) for s in shards if s])
     sizes = [mine * size(s) * rest for s in shards]
-    held = size(shards[rank])
     received = [(b - a) * held * rest for a, b in heads]
-    got = _all_to_all(sent, sizes, received, group).split(received)
-    blocks = [g.reshape(b - a, held, *rows.shape[2:]) for g, (a, b) in zip(got, heads, strict=True)]
-    return torch.cat(blocks).movedim((0, 1), (head_dim, seq_dim))
+    got = _all_to_all(sent, sizes, received, group)
+    return got.reshape(sum(b - a for a, b in heads), held, *rows.shape[2:]).movedim((0, 1), (head_dim, seq_dim))
 
 
 # Parameters ---------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def _without(intervals: list[Interval], held: Intervals) -> Intervals:
     return tuple(left)
 
 
-def _merged(intervals: list[Interval]) -> Intervals:
+def joined(intervals: list[Interval]) -> Intervals:
     """The same positions in the same order, with neighbours joined and empty intervals dropped."""
     out: list[Interval] = []
     for start, stop in intervals:
@@ -106,7 +106,7 @@ class Layout:
                 offset += b - a
         length = max(0, -(-(stop - start) // step))
         return (
-            Layout(length, tuple(_merged(k) for k in kept)),
+            Layout(length, tuple(joined(k) for k in kept)),
             tuple(tuple(cuts) for cuts in local),
         )
 
@@ -141,7 +141,7 @@ class Layout:
                     if lo < hi:
                         moved.append((lo + shift % self.length - turn, hi - lo, at + lo - a))
             moved.sort()
-            shards.append(_merged([(first, first + count) for first, count, _ in moved]))
+            shards.append(joined([(first, first + count) for first, count, _ in moved]))
             local.append(tuple((at, at + count) for _, count, at in moved))
         return Layout(self.length, tuple(shards)), tuple(local)
 
@@ -174,7 +174,7 @@ def head_tail(length: int, ranks: int) -> Layout:
     if length < 2 * ranks:
         return contiguous(length, ranks)
     runs = split(length, 2 * ranks)
-    return Layout(length, tuple(_merged([runs[r], runs[-1 - r]]) for r in range(ranks)))
+    return Layout(length, tuple(joined([runs[r], runs[-1 - r]]) for r in range(ranks)))
 
 
 def concatenated(parts: list[Layout]) -> Layout:
@@ -185,7 +185,7 @@ def concatenated(parts: list[Layout]) -> Layout:
         for rank, intervals in enumerate(part.shards):
             shards[rank] += [(a + offset, b + offset) for a, b in intervals]
         offset += part.length
-    return Layout(offset, tuple(_merged(s) for s in shards))
+    return Layout(offset, tuple(joined(s) for s in shards))
 
 
 def split(count: int, ranks: int) -> tuple[Interval, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 from typing import Protocol
@@ -78,11 +79,11 @@ class Grid:
     def __init__(self, row_cuts: np.ndarray, col_cuts: np.ndarray, cells: np.ndarray) -> None:
         self._rows, self._cols, self.cells = row_cuts, col_cuts, cells
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         return hashlib.sha256(b"".join(x.tobytes() for x in (self._rows, self._cols, self.cells))).hexdigest()
 
-    @property
+    @functools.cached_property
     def band(self) -> tuple[int, int]:
         """How far before and after itself some row sees."""
         i, j = np.nonzero(self.cells)

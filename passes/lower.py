@@ -156,10 +156,8 @@ def lower(captured: Captured, facts: Facts, decisions: Decisions, spread: Spread
     result = next(iter(reversed(captured.module.graph.nodes))).args[0]
     values = [next(kept) if isinstance(x, fx.Node) else x for x in result]
     low.graph.output(tuple(values[len(captured.mutated) :]))
-    module = fx.GraphModule(captured.module, low.graph)
-    module.graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or n.target is aten.copy_.default)
-    module.recompile()
-    return module, low
+    low.graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or n.target is aten.copy_.default)
+    return fx.GraphModule(captured.module, low.graph), low
 
 
 def _emit(low: Lowering, decisions: Decisions, node: fx.Node, placement: Placement) -> fx.Node:

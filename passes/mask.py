@@ -164,7 +164,7 @@ class Sights:
 
     def __init__(self, captured: Captured, constants: Constants) -> None:
         self._captured, self._constants = captured, constants
-        self._grids: dict[object, Grid | BatchSight] = {}
+        self._known: dict[object, Sight | BatchSight] = {}
         self._links: dict[tuple[fx.Node, Layout], BatchLinks | None] = {}
 
     def links(self, starts: fx.Node, layout: Layout) -> BatchLinks | None:
@@ -179,18 +179,17 @@ class Sights:
     def of(self, region: Region, scores: Use | None, columns: Layout | None) -> Sight | BatchSight:
         """scores: the value under the region's softmax, where it is spelled out; columns: the layout of the keys, or None."""
         masked = mask_use(region)
-        causal = region.closing.target is SDPA and bool(argument(region.closing, "is_causal", False))
-        if region.closing.target is SDPA:
-            if masked is None:
-                return Causal() if causal else Everything()
-            if not causal and is_causal(region, self._constants):
-                return Causal()
-        elif scores is None:
+        kernel = region.closing.target is SDPA
+        causal = kernel and bool(argument(region.closing, "is_causal", False))
+        if kernel and masked is None:
+            return Causal() if causal else Everything()
+        if not kernel and scores is None:
             return Everything()
-        key = (masked or scores, region.row, columns, causal)
-        if key not in self._grids:
-            self._grids[key] = self._grid(region, scores, columns)
-        return self._grids[key]
+        key = (masked or scores, region.row, region.columns, columns, kernel, causal)
+        if key not in self._known:
+            simple = kernel and not causal and is_causal(region, self._constants)
+            self._known[key] = Causal() if simple else self._grid(region, scores, columns)
+        return self._known[key]
 
     def _grid(self, region: Region, scores: Use | None, columns: Layout | None) -> Grid | BatchSight:
         found = self._of_batch(region, scores)

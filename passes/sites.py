@@ -36,6 +36,7 @@ class SiteContext:
     facts: Facts
     sights: Sights
     counted: dict[object, dict[str, Any]] = field(default_factory=dict)  # by schedule: regions under one mask share it
+    blocks: dict[object, tuple[attend.Block, ...]] = field(default_factory=dict)  # by what rows see, likewise
 
     @property
     def ranks(self) -> int:
@@ -243,7 +244,6 @@ def _computed(
         else:
             positions = rows if axes.row is not None else ((0, region.columns),)
             values.append(b.call(random.positions, positions, region.closing.meta["val"].device))
-    blocks = _blocks(region, ctx, rows, trimmed, batch(region) * (1 if trimmed else max(1, heads.count)))
     run = fx.GraphModule(torch.nn.Module(), graph)
     name = attend.register(
         attend.RowProgram(
@@ -252,31 +252,35 @@ def _computed(
             tuple(axes.row for _, axes in program.leaves),
             tuple(axes.col if trimmed else None for _, axes in program.leaves),
             row_of(region),
-            tuple(blocks),
+            _blocks(region, ctx, rows, trimmed),
             tuple(
                 i for i, (what, _) in enumerate(program.leaves) if isinstance(what, tuple) and what[0] in ctx.facts.differentiable
             ),
             autocast(region.closing.meta["val"].device.type),
+            batch(region) * (1 if trimmed else max(1, heads.count)),  # attention kernels hold only the mask, which heads share
         )
     )
     return b.call(torch.ops.asp.attend.default, values, name)
 
 
-def _blocks(region: Region, ctx: SiteContext, rows: tuple[Interval, ...], trimmed: bool, copies: int) -> list[attend.Block]:
-    """Blocks of the rows at hand, each with the columns it sees; `copies` values stand over each (row, column) pair.
+def _blocks(region: Region, ctx: SiteContext, rows: tuple[Interval, ...], trimmed: bool) -> tuple[attend.Block, ...]:
+    """Blocks of the rows at hand, each with the columns it sees.
 
-    Attention kernels hold no scores, only the mask, which heads share; other regions hold every head's, and a softmax
-    of no columns has no general answer, so they see every column.
+    A softmax of no columns has no general answer: regions other than attention kernels see every column.
     """
     sight = atmost(ctx.sight(region)) if trimmed else Everything()
-    blocks = []
-    for r in placed(rows):
-        for a in range(*r.interval, STRIP_ROWS):
-            z = min(r.interval[1], a + STRIP_ROWS)
-            first, last = sight.seen((a, z), (0, region.columns))
-            for start, stop in attend.row_blocks(z - a, (last - first) * copies):
-                blocks.append(attend.Block(*r.local((a + start, a + stop)), first, last))
-    return blocks or [attend.Block(0, 0, 0, region.columns)]
+    key = (sight.key, rows, region.columns)
+    if key not in ctx.blocks:
+        ctx.blocks[key] = tuple(
+            attend.Block(*r.local((a, z)), *sight.seen((a, z), (0, region.columns)))
+            for r in placed(rows)
+            for a, z in _strips(r.interval)
+        ) or (attend.Block(0, 0, 0, region.columns),)
+    return ctx.blocks[key]
+
+
+def _strips(interval: Interval) -> list[Interval]:
+    return [(a, min(interval[1], a + STRIP_ROWS)) for a in range(*interval, STRIP_ROWS)]
 
 
 def _direct(

@@ -150,14 +150,14 @@ def rows(whole: Tensor, layout: Layout, rank: int) -> Tensor:
     return torch.cat([whole[:, :, a:b] for a, b in layout.shards[rank]] or [whole[:, :, :0]], 2)
 
 
-def head_exchange(mesh: DeviceMesh, q_heads: int, groups: int, name: str) -> None:
-    """Query heads there and back again, key/value heads there. whole: [2, heads, 13, 5]."""
+def head_exchange(mesh: DeviceMesh, q_heads: int, groups: int, name: str, length: int) -> None:
+    """Query heads there and back again, key/value heads there. whole: [2, heads, length, 5]."""
     rank, ranks, group = seen(mesh)
-    layout, heads = LAYOUTS[name](LENGTH, ranks), split(q_heads, ranks)
+    layout, heads = LAYOUTS[name](length, ranks), split(q_heads, ranks)
     wanted = tuple(kv_heads(h, groups) for h in heads)
     for runs, count in ((heads, q_heads), (wanted, q_heads // groups)):
-        whole = values(2, count, LENGTH, 5, seed=0)
-        cotangents = [values(2, b - a, LENGTH, 5, seed=1 + r) for r, (a, b) in enumerate(runs)]
+        whole = values(2, count, length, 5, seed=0)
+        cotangents = [values(2, b - a, length, 5, seed=1 + r) for r, (a, b) in enumerate(runs)]
         total = torch.zeros_like(whole)
         for (a, b), cotangent in zip(runs, cotangents, strict=True):
             total[:, a:b] += cotangent
@@ -168,7 +168,7 @@ def head_exchange(mesh: DeviceMesh, q_heads: int, groups: int, name: str) -> Non
             lambda y, c=cotangents: c[rank],
         )
         torch.testing.assert_close((y, grad), (whole[:, first:last], rows(total, layout, rank)))
-    whole, back = values(2, q_heads, LENGTH, 5, seed=0), values(2, q_heads, LENGTH, 5, seed=1)
+    whole, back = values(2, q_heads, length, 5, seed=0), values(2, q_heads, length, 5, seed=1)
     first, last = heads[rank]
     y, grad = pull(
         lambda x: comm.to_sequence(x, 1, 2, heads, layout.shards, rank, group),
@@ -219,9 +219,9 @@ def test_windows_are_filled_by_whoever_holds_the_positions(pool: Pool, on: int, 
 @pytest.mark.parametrize(("q_heads", "groups"), [(4, 1), (3, 1), (4, 4), (6, 3), (2, 1), (1, 1)])
 @pytest.mark.parametrize("on", RANKS)
 def test_heads_are_exchanged_for_positions(pool: Pool, on: int, q_heads: int, groups: int) -> None:
-    """Even and uneven heads, one key/value head for all ranks, fewer heads than ranks."""
-    for name in ("contiguous", "head-tail"):
-        pool.run(head_exchange, q_heads, groups, name, on=on)
+    """Even and uneven heads, one key/value head for all ranks, fewer heads than ranks; as many positions on each rank, or not."""
+    for name, length in (("contiguous", LENGTH), ("contiguous", 12), ("head-tail", LENGTH)):
+        pool.run(head_exchange, q_heads, groups, name, length, on=on)
 
 
 def sent_bytes(mesh: DeviceMesh, q_heads: int, groups: int) -> list[int]:

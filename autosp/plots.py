@@ -20,6 +20,7 @@ from autosp.cost_model.problem import Sizes
 from autosp.cost_model.retold import kept, kept_in
 
 INK = "#010203"  # drawn with this, shown in the page's colour
+MOST = 3.0  # times as long as the fastest: what takes longer is out of the picture
 COLOURS = {
     "all-to-all": "#4e79a7", "gather-kv": "#59a14f", "ring": "#e15759", "balanced-ring": "#f28e2b", "ring-a2a": "#b07aa1",
     "halo": "#76b7b2", "all-scan": "#e15759", "log-step": "#f28e2b", "two-level": "#b07aa1", "gather-states": "#59a14f",
@@ -28,7 +29,7 @@ STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "autosp", "font.size": 9, "axes.edgecolor": INK, "axes.labelcolor": INK,
     "xtick.color": INK, "ytick.color": INK, "text.color": INK, "axes.facecolor": "none", "figure.facecolor": "none",
     "savefig.facecolor": "none", "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-    "grid.color": INK, "grid.alpha": 0.15, "axes.grid": True,
+    "grid.color": INK, "grid.alpha": 0.15, "axes.grid": True, "axes.axisbelow": True,
 }  # fmt: skip
 
 
@@ -47,30 +48,34 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def over(axis: Axis, strategies: Sequence[str], chosen: str, sizes: Sizes, dtype: str, layout: str, name: str) -> str:
-    """Seconds of each strategy along an axis; dashed where the model would need another layout; a line where the plan is."""
+    """Each strategy's time as a multiple of the fastest's along an axis; dashed where the model would need another layout; a
+    line where the plan is. Seconds of the fastest stand below the axis."""
+    curves = {strategy: curve(strategy, sizes, axis, dtype) for strategy in strategies}
+    fastest = [min((p.seconds for p in column if p), default=math.nan) for column in zip(*curves.values(), strict=True)]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.6, 3.0))
         ax = figure.add_subplot()
-        for strategy in strategies:
-            points = [(v, p.seconds) for v, p in zip(axis.values, curve(strategy, sizes, axis, dtype), strict=True) if p]
-            if points:
-                here = LAYOUTS.get(strategy, layout) == layout
-                wide = 2.4 if strategy == chosen else 1.2
-                ax.plot(*zip(*points, strict=True), "-" if here else "--", lw=wide, color=COLOURS.get(strategy), label=strategy)
+        for strategy, points in curves.items():
+            here, wide = LAYOUTS.get(strategy, layout) == layout, 2.4 if strategy == chosen else 1.2
+            times = [p.seconds / best if p else math.nan for p, best in zip(points, fastest, strict=True)]
+            ax.plot(axis.values, times, "-" if here else "--", lw=wide, color=COLOURS.get(strategy), label=strategy)
         ax.axvline(axis.now, color=INK, lw=0.8, ls=":")
-        ax.set(xscale="log", yscale="log", xlabel=f"{axis.name}, {axis.unit}", ylabel="seconds, forward and backward")
-        ax.xaxis.set_major_formatter(lambda v, _: _tick(axis, v))
-        ax.xaxis.set_minor_formatter(lambda v, _: "")
-        ax.set_xticks(_ticks(axis))
-        ax.yaxis.set_major_formatter(lambda v, _: _round(v, "s"))
+        ax.set(
+            xscale="log", ylim=(0.97, MOST), xlabel=f"{axis.name}, {axis.unit}; seconds of the fastest", ylabel="times as long"
+        )
+        marked = _marked(len(axis.values))
+        ax.set_xticks(
+            [axis.values[i] for i in marked], [f"{_tick(axis, axis.values[i])}\n{_round(fastest[i], 's')}" for i in marked]
+        )
+        ax.set_xticks([], minor=True)
         ax.legend(fontsize=8)
         return svg(figure, name)
 
 
-def _ticks(axis: Axis) -> list[float]:
-    """At most six, powers of two apart."""
-    step = max(1, math.ceil(len(axis.values) / 6))
-    return list(axis.values[::-1][::step][::-1])
+def _marked(count: int) -> range:
+    """At most six of the values, evenly apart, the last one of them."""
+    step = max(1, math.ceil(count / 6))
+    return range((count - 1) % step, count, step)
 
 
 def _tick(axis: Axis, value: float) -> str:

@@ -103,7 +103,6 @@ def explain(
     plan: Annotated[Path, typer.Argument(help=PLAN_HELP)],
     layer: Annotated[int | None, typer.Option(min=0, help="its number; all if not given")] = None,
     hardware: Annotated[str | None, typer.Option(help="the machine that was planned for, if it was a file")] = None,
-    per_node: Annotated[int | None, typer.Option(min=1, help="devices a node, if that was given")] = None,
 ) -> None:
     """Why a plan says what it says: formulas, the source of every number, and where another strategy would win.
 
@@ -116,8 +115,7 @@ def explain(
 
     with refusals():
         made = read(plan)
-        machine = load(hardware or made.hardware)
-        run(made, machine.with_node(per_node) if per_node else machine, layer, console())
+        run(made, load(hardware or made.hardware).with_node(made.node), layer, console())
 
 
 @app.command()

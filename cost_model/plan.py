@@ -156,7 +156,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that was decided for one graph. Printed, it explains itself."""
+    """Everything that was decided for one graph. Printed, it explains itself. node: ranks of the nearest level, 0: all."""
 
     ranks: int
     sequence: tuple[int, ...]
@@ -172,6 +172,7 @@ class Plan:
     hardware: str = ""
     totals: Totals | None = None
     beside: Beside | None = None
+    node: int = 0
 
     @property
     def fingerprint(self) -> str:
@@ -226,7 +227,7 @@ class PlanError(PlanningError):
 # Of a plan, what is no decision.
 _NO_DECISION = {
     "source_line", "notes", "note", "seconds", "rejected", "bytes_forward", "bytes_backward", "bytes", "collectives", "compiler",
-    "hardware", "totals", "mesh", "reason", "layer", "sizes", "beside",
+    "hardware", "totals", "mesh", "reason", "layer", "sizes", "beside", "node",
 }  # fmt: skip
 
 

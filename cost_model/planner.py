@@ -55,7 +55,12 @@ class Planner:
                 raise MemoryShort(short)
             notes.append(short)
         return Decision(
-            best.layout, _choices(problem, best, solved, self), _totals(problem, best, self), self.hardware.name, tuple(notes)
+            best.layout,
+            _choices(problem, best, solved, self),
+            _totals(problem, best, self),
+            self.hardware.name,
+            tuple(notes),
+            self.hardware.node,
         )
 
 

@@ -93,6 +93,7 @@ class Decision:
     totals: Totals | None = None
     hardware: str = ""
     notes: tuple[str, ...] = field(default=())
+    node: int = 0
 
 
 Decide = Callable[[Problem], Decision]

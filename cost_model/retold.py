@@ -64,7 +64,6 @@ def price(site: Site, hardware: Hardware, dtype: str) -> Cost:
     if abs(found.seconds - told) > 1e-6 * max(told, 1e-12):
         raise PlanError(
             f"{site.name} takes {found.seconds:.4g} s on {hardware.name} ({hardware.node or 'all'} ranks a node), the plan says "
-            f"{told:.4g} s: it was made with other numbers; fix: name what it was made for with --hardware and --per-node, or "
-            "`autosp plan` again"
+            f"{told:.4g} s: it was made with other numbers; fix: --hardware with the file it was made for, or `autosp plan` again"
         )
     return found

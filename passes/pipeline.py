@@ -273,6 +273,7 @@ def _plan(
         decision.hardware,
         decision.totals,
         made.problem.beside,
+        decision.node,
     )
 
 

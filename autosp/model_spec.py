@@ -199,7 +199,7 @@ def load(reference: str) -> Callable[[], Any]:
     module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
     found = getattr(module, name, None)
     if not callable(found):
-        raise BadModel(f"{where} has no function {name!r}")
+        raise BadModel(f"{where} has no function {name!r}; fix: name one that returns (module, inputs)")
     factory: Callable[[], Any] = found
     return factory
 
@@ -211,7 +211,7 @@ def _from_file(path: Path) -> Any:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
     if spec is None or spec.loader is None:
-        raise BadModel(f"no such file: {path}")
+        raise BadModel(f"no such file: {path}; fix: file.py:factory with the file's path from here")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a module up by its name
     sys.path.insert(0, str(path.parent))
@@ -225,7 +225,9 @@ def _from_package(where: str) -> Any:
     try:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
-        raise BadModel(f"cannot import {where}: {error}") from error
+        raise BadModel(
+            f"cannot import {where}: {error}; fix: file.py:factory, or package.module:factory from where it is found"
+        ) from error
 
 
 def _seed_everything(seed: int) -> None:

@@ -31,6 +31,7 @@ def print_plan(plan: Plan, to: Console) -> None:
         to.print(Text(f"note: {note}"), soft_wrap=True)
 
 
+NAME_WIDTH = 29  # columns that names of layers take, so that most are not broken
 COLUMNS = ("layers", "kind", "strategy", "time each", "waiting", "kept each", "best alternative")
 NUMBERS = ("time each", "waiting", "kept each")
 
@@ -46,7 +47,8 @@ def plan_table(plan: Plan) -> Table:
     table = Table(title=Text(title(plan)), title_justify="left")
     for head in COLUMNS:
         numeric = head in NUMBERS
-        table.add_column(head, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+        wide = NAME_WIDTH if head == "layers" else None
+        table.add_column(head, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold", min_width=wide)
     for rows in (run_rows(plan), total_rows(plan)):
         for row in rows:
             table.add_row(*map(Text, row))

@@ -37,8 +37,8 @@ class Planning:
             return
         raise PlanError(
             f"the plan given, {given.fingerprint}, is not for this model: the same strategies make it {made.fingerprint} here "
-            f"({given.ranks} and {made.ranks} ranks, sequences {given.sequence} and {made.sequence}); fix: `autosp plan` for this "
-            "model, its sequence length, ranks and outputs"
+            f"({given.ranks} and {made.ranks} ranks, sequences {given.sequence} and {made.sequence}); fix: `autosp plan` for "
+            "this model, its sequence length, ranks and outputs"
         )
 
 
@@ -48,10 +48,9 @@ def read(plan: Plan | str | Path) -> Plan:
         return plan
     try:
         return Plan.from_json(Path(plan).read_text())
-    except OSError as error:
-        raise PlanError(
-            f"cannot read the plan {plan}: {error.strerror}; fix: `autosp plan MODEL --json {plan}` writes one"
-        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise PlanError(f"cannot read the plan {plan}: {why}; fix: `autosp plan MODEL --json {plan}` writes one") from None
 
 
 def here(device: torch.device) -> str:

@@ -207,7 +207,9 @@ class Plan:
             raw["beside"] = _beside(raw["beside"]) if raw.get("beside") else None
             plan = cls(**raw)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise PlanError(f"this is not a plan that autosp wrote: {type(error).__name__}: {error}") from None
+            raise PlanError(
+                f"this is not a plan that autosp wrote ({type(error).__name__}: {error}); fix: `autosp plan --json FILE` writes one"
+            ) from None
         if plan.fingerprint != printed:
             raise PlanError(
                 f"the plan was changed: its fingerprint is {plan.fingerprint}, it says {printed}; fix: `autosp plan` again"

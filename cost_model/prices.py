@@ -15,10 +15,11 @@ from dataclasses import astuple, dataclass
 import sympy
 from sympy import Expr, Integer, Max, Min, Rational, ceiling, log
 
-from . import states, volumes
+from . import states, steps, volumes
 from .hardware import Hardware
 from .states import LinearAttention
 from .symbols import (
+    N_0,
     B,
     C,
     D,
@@ -31,12 +32,15 @@ from .symbols import (
     H_kv,
     K_b,
     N,
+    N_l,
     P,
     S,
     T,
     a,
     alpha_g,
     alpha_x,
+    b_b,
+    b_f,
     beta_g,
     beta_h,
     beta_m,
@@ -44,16 +48,21 @@ from .symbols import (
     beta_x,
     beta_xf,
     c,
+    d_b,
+    d_f,
     e,
     f,
     f_A,
     f_c,
     f_i,
     f_s,
+    g_b,
+    g_f,
     gamma_g,
     gamma_h,
     gamma_n,
     gamma_x,
+    gamma_xf,
     m,
     n,
     n_A,
@@ -63,6 +72,7 @@ from .symbols import (
     s,
     s_A,
     tau,
+    tau_b,
     u,
     w,
     x,
@@ -144,7 +154,8 @@ def _exchange(sent: Expr, count: int) -> Expr:
     """`count` all-to-alls among u ranks in which a rank sends `sent` bytes: links inside and between nodes are used at once."""
     others = Max(1, u - 1)
     near, far = (G_u - 1) / others, (u - G_u) / others
-    return Min(1, u - 1) * count * alpha_x + count * (u - 1) * gamma_x + Max(sent * near / beta_x, sent * far / beta_xf)
+    inside = count * (G_u - 1) * gamma_x + sent * near / beta_x
+    return Min(1, u - 1) * count * alpha_x + Max(inside, count * (u - G_u) * gamma_xf + sent * far / beta_xf)
 
 
 def _gathers(sent: Expr, count: int) -> Expr:
@@ -152,9 +163,28 @@ def _gathers(sent: Expr, count: int) -> Expr:
     return many * count * alpha_g + count * (P - 1) * gamma_g + sent / beta_g
 
 
-def _blocks(sent: Expr) -> Expr:
-    """Blocks to one neighbour after another."""
-    return n * gamma_h + sent / beta_h
+@dataclass(frozen=True)
+class Turns:
+    """What a rank computes in the first step, in each of those between and in the last, and bytes of a step that its busiest port
+    passes: of blocks, of results, of both at once."""
+
+    first: Expr
+    middle: Expr
+    last: Expr
+    blocks: Expr
+    results: Expr
+    both: Expr
+
+    def priced(self) -> tuple[Expr, Expr]:
+        """Seconds of all transfers, and as many of them as are not hidden. Blocks of step i + 1 and results of step i − 1 travel
+        while step i is computed; nothing hides the results of the last step."""
+        back = Min(1, self.results) * gamma_h
+        come, go = gamma_h + self.blocks / beta_h, back + self.results / beta_h
+        both = gamma_h + back + self.both / beta_h
+        once, twice, more = Min(1, n), Min(1, Max(0, n - 1)), Max(0, n - 2)
+        moved = (once + twice) * (come + go) + more * both
+        hidden = once * _hidden(come, self.first) + twice * (_hidden(come, self.middle) + _hidden(go, self.last))
+        return moved, moved - hidden - more * _hidden(both, self.middle)
 
 
 def _hidden(transfer: Expr, work: Expr) -> Expr:
@@ -171,12 +201,11 @@ SAVED = ROWS * (D * e + D_v * e + a) + T / P * B * H_kv * (D + D_v) * e  # q, ou
 ON_HEADS = (D + D_v) * B * e  # bytes of an exchanged (position, head): q and out, or k and v
 
 
-def _computed(flop: Expr, rate: Expr, calls: Expr) -> Expr:
-    return N * flop / rate + calls * tau
+PAIRS = {"forward": (PAIR_F / F_f, tau), "backward": (PAIR_B / F_b, tau_b)}  # seconds of one, and of a call
 
 
 def _all_to_all() -> Price:
-    forward, backward = _computed(PAIR_F, F_f, Integer(1)), _computed(PAIR_B, F_b, Integer(1))
+    forward, backward = (N * each + call for each, call in PAIRS.values())
     sent, moved = x * ON_HEADS, _exchange(x * ON_HEADS, 4)
     far = sent * FAR
     again = Max(0, P / H_kv - 1) * T / P * B * H_kv * (D + D_v) * e  # key/value heads that several ranks need
@@ -184,7 +213,7 @@ def _all_to_all() -> Price:
 
 
 def _gather_kv() -> Price:
-    forward, backward = _computed(PAIR_F, F_f, Integer(1)), _computed(PAIR_B, F_b, Integer(1))
+    forward, backward = (N * each + call for each, call in PAIRS.values())
     once, back = _gathers(m * c, 2), _gathers(2 * m * c, 4)
     whole = T * B * H_kv * (D + D_v) * e
     return Price(
@@ -201,23 +230,24 @@ def _travelling(exchanged: bool = False) -> Price:
     query = r * B * H
     sent = m * c + query * (D * e + D_v * a + a)
     back = m * c * (1 + a / e) + query * (D * e + D_v * e + 2 * a + D * a)
-    merges = (1 + n) * Min(1, n)  # none where one block is all
-    forward = _computed(PAIR_F, F_f, 1 + n) + merges * MERGED_F / beta_m
-    backward = _computed(PAIR_B, F_b, 1 + n) + merges * MERGED_B / beta_m
     far = Min(1, (P - G) / Max(1, P - u)) if exchanged else FAR  # ranks that take the same heads are u apart
     heads = _exchange(x * ON_HEADS, 4) if exchanged else Integer(0)
     extra = x * ON_HEADS if exchanged else Integer(0)
 
-    def way(compute: Expr, bytes_sent: Expr) -> Pass:
-        moved = _blocks(bytes_sent)
-        hidden = _hidden(moved, compute * n / (n + 1))
+    def way(direction: str, merged: Expr, bytes_sent: Expr, passed: tuple[Expr, Expr, Expr]) -> Pass:
+        each, call = PAIRS[direction]
+        call += merged * Min(1, n)  # nothing to merge where one block is all
+        between = (N - N_0 - N_l) / Max(1, n - 1)
+        moved, exposed = Turns(N_0 * each + call, between * each + call, N_l * each + call, *passed).priced()
         away = bytes_sent * far + extra * (u - G_u) / Max(1, u - 1)
-        return Pass(compute, heads + moved, heads + moved - hidden, extra + bytes_sent, away)
+        return Pass(N * each + (1 + n) * call, heads + moved, heads + exposed, extra + bytes_sent, away)
 
     block = T / P * B * H_kv * (D + D_v) * e
-    return Price(way(forward, sent), way(backward, back), SAVED, 2 * block * (1 + a / e))
+    forward = way("forward", MERGED_F / beta_m, sent, (b_f, g_f, d_f))
+    return Price(forward, way("backward", MERGED_B / beta_m, back, (b_b, g_b, d_b)), SAVED, 2 * block * (1 + a / e))
 
 
+TRAVELLING = ("halo", "ring", "balanced-ring", "ring-a2a")
 COSTS: dict[str, Price] = {
     "all-to-all": _all_to_all(),
     "gather-kv": _gather_kv(),
@@ -330,9 +360,12 @@ def bound(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware,
         F_f: hardware.rate(f"{kernel}_forward", dtype),
         F_b: hardware.rate(f"{kernel}_backward", dtype),
         tau: hardware.seconds_per_call(f"{kernel}_forward"),
+        tau_b: hardware.seconds_per_call(f"{kernel}_backward"),
         phi: hardware.overlap.value,
         beta_m: hardware.bandwidth.value,
     }
+    if isinstance(sizes, Attention) and strategy in TRAVELLING and values[n]:
+        values |= _turns(strategy, sizes, values)
     if strategy == "two-level" and isinstance(sizes, LinearAttention):
         inside = hardware.level(sizes.node).link("p2p")
         values |= {G: min(sizes.node, sizes.ranks), gamma_n: inside.message.value, beta_n: inside.bandwidth.value}
@@ -342,11 +375,25 @@ def bound(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware,
 def values_of(strategy: str, q: Attention) -> Values:
     """Of a softmax attention: sizes and counts."""
     moved = volumes.counted(strategy, q)
-    per_head = q.batch * (q.head_dim + q.value_dim) * q.itemsize
     return {
         B: q.batch, S: q.q_seq, T: q.kv_seq, H: q.q_heads, H_kv: q.kv_heads, D: q.head_dim, D_v: q.value_dim, e: q.itemsize,
         a: q.accumulator, P: q.ranks, N: moved.work, m: moved.columns / q.ranks, r: moved.rows / q.ranks,
-        x: moved.exchanged / q.ranks, n: moved.steps, c: q.latent or moved.kv_heads * per_head,
+        x: moved.exchanged / q.ranks, n: moved.steps, c: steps.column_bytes(q, moved.kv_heads),
+    }  # fmt: skip
+
+
+def _turns(strategy: str, q: Attention, at: Values) -> Values:
+    """What the busiest rank computes in the first and the last of several steps, and what the busiest port passes in each."""
+    travel = steps.travel(strategy, q)
+    busiest = travel.work.sum(0).argmax()
+    share = travel.work[:, busiest] * (at[N] / max(1.0, travel.work[:, busiest].sum()))
+    near = q.ranks // travel.places
+    heads = -(-q.q_heads // near), max(volumes.needed_heads(q, near))
+    places, slower = max(1, round(at[G]) // near), at[beta_h] / at[beta_n]
+    forward, backward = (steps.loads(travel, steps.blocks(q, back, *heads), places, slower) for back in (False, True))
+    return {
+        N_0: share[0], N_l: share[-1],
+        b_f: forward.there, g_f: forward.back, d_f: forward.both, b_b: backward.there, g_b: backward.back, d_b: backward.both,
     }  # fmt: skip
 
 
@@ -378,7 +425,8 @@ def _links(hardware: Hardware, ranks: int, group: int) -> Values:
     gather, hop, inside = far.link("all_gather"), far.link("p2p"), near.link("p2p")
     return {
         G: node, u: group, G_u: min(node, group),
-        alpha_x: exchange.latency.value, gamma_x: exchange.message.value,
+        alpha_x: exchange.latency.value, gamma_x: near.link("all_to_all").message.value,
+        gamma_xf: far.link("all_to_all").message.value,
         beta_x: near.link("all_to_all").bandwidth.value * near.ports, beta_xf: far.link("all_to_all").bandwidth.value * far.ports,
         alpha_g: gather.latency.value, gamma_g: gather.message.value, beta_g: gather.bandwidth.value * far.ports,
         gamma_h: hop.message.value, beta_h: hop.bandwidth.value, gamma_n: inside.message.value, beta_n: inside.bandwidth.value,

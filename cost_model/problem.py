@@ -117,7 +117,7 @@ def sizes_of(row: Mapping[str, Any]) -> Sizes | None:
     """What `as_row` made of sizes; None where there were none. Raises KeyError or TypeError for anything else."""
     if not row:
         return None
-    fields = {key: tuple(v) if isinstance(v, list) else v for key, v in row.items() if key != "kind"}
+    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in row.items() if key != "kind"}
     return _KINDS[row["kind"]](**fields)
 
 

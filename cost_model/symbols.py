@@ -49,6 +49,14 @@ m = _quantity("m", "positions", "positions whose keys and values one rank sends,
 r = _quantity("r", "positions", "positions whose queries one rank sends, as the mean over ranks")
 x = _quantity("x", "positions", "(position, head) pairs one rank sends in exchange for heads, as the mean over ranks")
 n = _quantity("n", "steps", "steps in which blocks travel")
+N_0 = _quantity("N_0", "pairs", "of N, in the first step, whose blocks are its own")
+N_l = _quantity("N_l", "pairs", "of N, in the last step")
+b_f = _quantity("b_f", "B", "bytes of a step's blocks through the busiest port, forward")
+g_f = _quantity("g_f", "B", "the same of a step's results, on their way back")
+d_f = _quantity("d_f", "B", "of both in one direction, where blocks of one step pass together with results of another")
+b_b = _quantity("b_b", "B", "as b_f, backward")
+g_b = _quantity("g_b", "B", "as g_f, backward")
+d_b = _quantity("d_b", "B", "as d_f, backward")
 c = _quantity("c", "B", "bytes of one position's keys and values as they travel")
 
 # Linear attention -----------------------------------------------------------------------------------
@@ -65,17 +73,20 @@ s_A = _quantity("s_A", "B", "bytes of a state and of what a rank does to any sta
 n_s = _quantity("n_s", "states", "states that one rank sends, as the mean over ranks")
 n_A = _quantity("n_A", "states", "pairs (A, state) that one rank sends, as the mean over ranks")
 w = _quantity("w", "B", "bytes of what one token has: queries, keys, values, decays, and of the result")
+n_x = _quantity("n_x", "tensors", "tensors of tokens that change hands: queries, keys, values, decays, what they remove, results")
 z = _quantity("z", "1", "share of the tokens that another rank holds in contiguous order; 0 where they lie in that order")
 
 # The machine ------------------------------------------------------------------------------------------
 
 F_f = _quantity("F_f", "FLOP/s", "rate of the forward kernel")
 F_b = _quantity("F_b", "FLOP/s", "rate of the backward kernel")
-tau = _quantity("tau", "s", "seconds to call a kernel")
+tau = _quantity("tau", "s", "seconds to call a forward kernel; of linear attention, all that it takes")
+tau_b = _quantity("tau_b", "s", "the same of backward")
 beta_m = _quantity("beta_m", "B/s", "bytes a rank reads and writes in its memory")
 phi = _quantity("phi", "1", "share of a transfer that costs nothing while a kernel runs")
 alpha_x = _quantity("alpha_x", "s", "latency of an all-to-all")
-gamma_x = _quantity("gamma_x", "s", "the same for each other rank")
+gamma_x = _quantity("gamma_x", "s", "the same for each other rank of the node")
+gamma_xf = _quantity("gamma_xf", "s", "the same for each rank of other nodes")
 beta_x = _quantity("beta_x", "B/s", "bytes a rank sends in an all-to-all inside its node")
 beta_xf = _quantity("beta_xf", "B/s", "bytes a rank sends in an all-to-all to other nodes")
 alpha_g = _quantity("alpha_g", "s", "latency of an all-gather or reduce-scatter")

@@ -137,15 +137,18 @@ def _all_pairs(a: Attention) -> float:
     return float(visible_pairs(a, contiguous(a.q_seq, 1), contiguous(a.kv_seq, 1)).sum())
 
 
+def needed_heads(a: Attention, parts: int) -> list[int]:
+    """How many key/value heads each part of the query heads needs."""
+    groups, heads = max(1, a.q_heads // max(1, a.kv_heads)), _split(a.q_heads, parts)
+    return [int(-(-last // groups) - first // groups) if first < last else 0 for first, last in heads]
+
+
 def _exchanged(a: Attention, near: int) -> int:
     """(Position, head) pairs that change hands within groups of `near` ranks, over all ranks."""
-    groups = max(1, a.q_heads // max(1, a.kv_heads))
-    heads = _split(a.q_heads, near)
-    kv = np.where(heads[:, :1] < heads[:, 1:], np.stack([heads[:, 0] // groups, -(-heads[:, 1] // groups)], -1), 0)
+    heads, kv = np.diff(_split(a.q_heads, near))[:, 0], np.array(needed_heads(a, near))
     total = 0
-    for length, runs in ((a.q_seq, heads), (a.kv_seq, kv)):
+    for length, counts in ((a.q_seq, heads), (a.kv_seq, kv)):
         tokens = np.diff(_split(length, a.ranks))[:, 0]
-        counts = np.diff(runs)[:, 0]
         here = np.arange(a.ranks) % near
         total += int((tokens * (counts.sum() - counts[here])).sum())
     return total
@@ -189,9 +192,7 @@ def halo(a: Attention) -> Counts:
 
 def ring_a2a(a: Attention) -> Counts:
     """Heads in groups of u, then a ring of P/u groups over u times as long shards of 1/u of the heads."""
-    groups = max(1, a.q_heads // max(1, a.kv_heads))
-    shares = _split(a.q_heads, a.inner)
-    kv = int((-(-shares[:, 1] // groups) - shares[:, 0] // groups).sum())  # with heads that several need
+    kv = sum(needed_heads(a, a.inner))  # with heads that several need
     places = a.ranks // a.inner
     needed = (
         needed_columns(a, head_tail(a.q_seq, places), head_tail(a.kv_seq, places)) if places > 1 else np.zeros((1, 1), dtype=int)

@@ -1,0 +1,138 @@
+"""Op lists in the making, and collectives as the messages they are made of."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from .hardware import Hardware, Level, Link
+from .simulator import COMPUTE, Op
+
+
+class Ops:
+    """An op list in which every rank does one thing after another: `at[rank]` is what its next op waits for.
+
+    A message takes a port for the link's seconds a message and its bytes ÷ bandwidth, of all ports if it is part of a
+    collective, of one if it is a hop.
+    """
+
+    def __init__(self, hardware: Hardware, ranks: int) -> None:
+        self.hardware, self.ranks = hardware, ranks
+        self.ops: list[Op] = []
+        self.at = [self._add(Op("begin", rank, 0.0)) for rank in range(ranks)]
+
+    def _add(self, op: Op) -> int:
+        self.ops.append(op)
+        return len(self.ops) - 1
+
+    def join(self, rank: int, after: Sequence[int], seconds: float = 0.0) -> int:
+        """Nothing, when `after` and `at` have ended, for so long."""
+        self.at[rank] = self._add(Op("join", rank, seconds, (self.at[rank], *after)))
+        return self.at[rank]
+
+    def compute(self, rank: int, name: str, seconds: float, after: Sequence[int] = ()) -> int:
+        """On the rank's own stream, when `after` and `at` have ended."""
+        self.at[rank] = self._add(Op(name, rank, seconds, (self.at[rank], *after), COMPUTE))
+        return self.at[rank]
+
+    def beside(self, rank: int, name: str, seconds: float, after: Sequence[int], stream: str) -> int:
+        """On another stream of the rank; what comes next does not wait for it."""
+        return self._add(Op(name, rank, seconds, tuple(after), stream))
+
+    def level(self, one: int, other: int) -> Level:
+        """The nearest level that connects two ranks."""
+        near = (x for x in self.hardware.levels if x.ranks == 0 or one // x.ranks == other // x.ranks)
+        return next(near, self.hardware.levels[-1])
+
+    def hop(self, name: str, sender: int, to: int, size: float, after: Sequence[int]) -> int:
+        """One message of `size` bytes."""
+        level = self.level(sender, to)
+        lane = f"{sender} to {to}"
+        return self._add(Op(name, sender, _seconds(level.link("p2p"), size, 1), tuple(after), level.name, to, lane))
+
+    def message(self, name: str, sender: int, to: int, seconds: float, level: Level, after: Sequence[int]) -> int:
+        """One of a collective's."""
+        return self._add(Op(name, sender, seconds, tuple(after), level.name, to))
+
+    # Collectives: each rank begins when it is there, and goes on when its own messages have come and gone.
+
+    def exchange(self, name: str, groups: Sequence[Sequence[int]], size: Callable[[int, int], float]) -> None:
+        """All-to-all in each group, pair by pair; `size(sender, receiver)` bytes."""
+        before = self._called(groups, "all_to_all")
+        mine: list[list[int]] = [[] for _ in range(self.ranks)]
+        for sender, to in (pair for group in groups for pair in self._rounds(group)):
+            if not (many := size(sender, to)):
+                continue
+            level = self.level(sender, to)
+            seconds = _seconds(level.link("all_to_all"), many, level.ports)
+            number = self.message(name, sender, to, seconds, level, (before[sender], before[to]))
+            mine[sender].append(number)
+            mine[to].append(number)
+        for rank, messages in enumerate(mine):
+            self.join(rank, messages)
+
+    def around(self, name: str, collective: str, size: float) -> None:
+        """All-gather or reduce-scatter of all ranks around a ring: P − 1 messages of `size` bytes to the next rank."""
+        everyone = range(self.ranks)
+        before, level = self._called([everyone], collective), self.hardware.level(self.ranks)
+        seconds = _seconds(level.link(collective), size, level.ports)
+        mine: list[list[int]] = [[] for _ in everyone]
+        for step in range(self.ranks - 1):
+            for rank in everyone:
+                to = (rank + 1) % self.ranks
+                came = mine[rank][-1:] if step else []
+                text = f"{name}, {step + 1} of {self.ranks - 1}"
+                mine[rank].append(self.message(text, rank, to, seconds, level, (before[rank], before[to], *came)))
+            mine = [[mine[(rank - 1) % self.ranks][-1]] for rank in everyone]  # what has just come is sent on
+        for rank in everyone:
+            self.join(rank, [*mine[rank], *mine[(rank + 1) % self.ranks]])
+
+    def whole(self, name: str, collective: str, seconds: float) -> None:
+        """A collective of all ranks that is not looked into: the same seconds for everyone, once everyone is there."""
+        level = self.hardware.level(self.ranks)
+        before = tuple(self.at)
+        sent = [self.message(name, r, (r + 1) % self.ranks, seconds, level, before) for r in range(self.ranks)]
+        for rank in range(self.ranks):
+            self.join(rank, [sent[rank], sent[rank - 1]])
+
+    def _called(self, groups: Sequence[Sequence[int]], collective: str) -> list[int]:
+        for group in (g for g in groups if len(g) > 1):
+            latency = self.hardware.level(len(group)).link(collective).latency.value
+            for rank in group:
+                self.join(rank, (), latency)
+        return list(self.at)
+
+    def _rounds(self, group: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Every pair of a group, in rounds in which each rank sends once and receives once. Where nodes have equally many of its
+        ranks, a round is within nodes or between them, so that neither waits for the other."""
+        count = len(group)
+        near = sum(self.level(group[0], rank) is self.hardware.levels[0] for rank in group)
+        step = near if count % near == 0 else count
+        for block in range(0, count, step):
+            for turn in range(step):
+                for i, sender in enumerate(group):
+                    base, place = i - i % step, i % step
+                    to = group[(base + block) % count + (place + turn) % step]
+                    if sender != to:
+                        yield sender, to
+
+
+def _seconds(link: Link, size: float, ports: int) -> float:
+    return link.message.value + size / (link.bandwidth.value * ports)
+
+
+def renamed(ops: Sequence[Op], before: str) -> list[Op]:
+    return [replace(op, name=before + op.name) for op in ops]
+
+
+def split(count: int, parts: int) -> list[int]:
+    """Sizes of the parts of `count`, as the runtime cuts it."""
+    cuts = [i * count // parts for i in range(parts + 1)]
+    return [b - a for a, b in itertools.pairwise(cuts)]
+
+
+def halvings(ranks: int) -> list[int]:
+    """1, 2, 4, .. below `ranks`."""
+    return [2**i for i in range(math.ceil(math.log2(max(1, ranks))))]

@@ -208,7 +208,7 @@ class Plan:
             plan = cls(**raw)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PlanError(
-                f"this is not a plan that autosp wrote ({type(error).__name__}: {error}); fix: `autosp plan --json FILE` writes one"
+                f"this is not a plan that autosp wrote ({type(error).__name__}: {error}); fix: `autosp plan --json FILE`"
             ) from None
         if plan.fingerprint != printed:
             raise PlanError(

@@ -7,6 +7,7 @@ graph, which is differentiable by itself: run without the partitioner, it shows 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autosp.cost_model.hardware import load
 from autosp.cost_model.planner import Planner
+from autosp.cost_model.problem import Decide, Decision, Problem
 from autosp.mesh import resolve
 from autosp.parallelizer import tracing
 from autosp.passes import recognise
@@ -25,6 +27,19 @@ aten = torch.ops.aten
 PLANNER = Planner(load("cpu"))
 
 
+def only(**params: int) -> Decide:
+    """The planner, left with those candidates of a strategy with parameters that have these."""
+
+    def decide(problem: Problem) -> Decision:
+        sites = tuple(
+            replace(s, candidates=tuple(c for c in s.candidates if not c.params or dict(c.params) == params))
+            for s in problem.sites
+        )
+        return PLANNER(replace(problem, sites=sites))
+
+    return decide
+
+
 def _write(buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return buffer.copy_(value)
@@ -33,9 +48,9 @@ def _write(buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 class Lowered:
     """`module` under each of `strategies` in turn: set `strategy`, and `seed` where it draws, then call. One batch shape only."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, strategies: Sequence[str | None]) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, strategies: Sequence[str | None], decide: Decide = PLANNER) -> None:
         self.module, self.mesh, self.strategies, self.strategy = module, mesh, strategies, strategies[0]
-        self.seed = 0
+        self.seed, self.decide = 0, decide
         self.compiled: dict[str | None, Compiled] = {}
         recognise.install()
         recognise.prepare(module._call_impl)
@@ -52,7 +67,7 @@ class Lowered:
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         captured, spread = capture(gm, example_inputs), resolve(self.mesh, "autosp").spread
         for strategy in self.strategies:
-            self.compiled[strategy] = compile_captured(captured, spread, Settings(strategy, compiler="aot_eager"), PLANNER)
+            self.compiled[strategy] = compile_captured(captured, spread, Settings(strategy, compiler="aot_eager"), self.decide)
             module = self.compiled[strategy].module
             for node in module.graph.nodes:
                 if node.target is aten.copy_.default:  # the partitioner leaves a running statistic out of the gradient

@@ -59,7 +59,6 @@ def hardware(samples: Samples, name: str, date: str) -> Hardware:
     for dtype, share in samples.dtypes.items():
         peaks[dtype] = number(peak * share, "FLOP/s", f"a matrix product's rate is {share:.2g} of that in {samples.dtype}")
     size, seconds = samples.pointwise
-    computing, hop, both = samples.overlap
     return Hardware(
         name=name,
         description=f"{samples.device}; {samples.how}",
@@ -68,11 +67,7 @@ def hardware(samples: Samples, name: str, date: str) -> Hardware:
         peak=peaks,
         efficiency={k: number(rate / peak, "share", f"of the peak; {fits[k]}") for k, rate in rates.items()},
         launch=launch,
-        overlap=number(
-            min(1.0, max(0.0, (computing + hop - both) / hop)),
-            "share",
-            f"attention {computing:.2g} s alone, a hop {hop:.2g} s alone, both at once {both:.2g} s",
-        ),
+        overlap=number(samples.overlap, "share", "(attention + hop - both at once) / hop, a hop of the largest message; median"),
         levels=tuple(
             Level(level, samples.reach[level], 1, links_of(transfers, number)) for level, transfers in samples.links.items()
         ),

@@ -90,8 +90,8 @@ class Transfer:
 class Samples:
     """All that was timed.
 
-    pointwise: bytes read and written, seconds; overlap: seconds of computing alone, of a hop alone, of both at once; memory:
-    bytes a rank has; others: share of the cores that other processes had meanwhile; dtypes: rates of a matrix product as shares
+    pointwise: bytes read and written, seconds; overlap: share of a hop that costs nothing while a rank computes; memory: bytes
+    a rank has; others: share of the cores that other processes had meanwhile; dtypes: rates of a matrix product as shares
     of that in `dtype`. links and reach (ranks) are by level, nearest first.
     """
 
@@ -99,7 +99,7 @@ class Samples:
     links: Mapping[str, Mapping[str, Sequence[Transfer]]]
     reach: Mapping[str, int]
     pointwise: tuple[int, float]
-    overlap: tuple[float, float, float]
+    overlap: float
     memory: int
     others: float
     device: str
@@ -273,15 +273,17 @@ class Bench:
         assert mine is not None
         return mine
 
-    def overlap(self) -> tuple[float, float, float]:
-        """Attention, and the largest hop in flight: seconds of each alone, and of both at once."""
+    def overlap(self) -> float:
+        """Attention with the largest hop in flight: what of the hop's time that takes less than one after the other.
+
+        The three are timed side by side, so that others' load is the same for all; the median over rounds.
+        """
         world, size = dist.group.WORLD, self.settings.messages[-1]
         assert world is not None
         heads, rows, columns, head, causal = self.settings.attention[len(self.settings.attention) // 2]
         q, k, v = (self.normal(1, heads, n, head) for n in (rows, columns, columns))
-        alone = self.time(self.collective("p2p", size, world))
-        once = self.time(lambda: flash.forward(q, k, v, causal, None, None))
-        count = max(1, round(1.5 * alone / once))
+        alone = self.collective("p2p", size, world)
+        count = max(1, round(1.5 * self.time(alone) / self.time(lambda: flash.forward(q, k, v, causal, None, None))))
 
         def compute() -> None:
             for _ in range(count):
@@ -292,7 +294,11 @@ class Bench:
             compute()
             _wait(flight)
 
-        return self.time(compute), alone, self.time(both)
+        def share() -> float:
+            computing, moving, together = (self.run(step, 3, False) for step in (compute, alone, both))
+            return (computing + moving - together) / moving
+
+        return min(1.0, max(0.0, statistics.median(share() for _ in range(self.settings.rounds))))
 
 
 def _wait(requests: Sequence[dist.Work]) -> None:

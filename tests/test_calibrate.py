@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def synthetic(counts: tuple[int, ...]) -> Samples:
         links={"node": {kind: transfers(kind) for kind in COLLECTIVES}},
         reach={"node": counts[-1]},
         pointwise=(300, 100 / 3e9),
-        overlap=(0.030, 0.020, 0.035),
+        overlap=0.75,
         memory=8 << 30,
         others=0.0,
         device="a CPU",
@@ -93,7 +94,6 @@ def test_a_table_has_what_made_the_timings() -> None:
 
 def test_with_one_number_of_ranks_a_message_is_a_hop_s() -> None:
     found = hardware(synthetic((2,)), "mine", "2026-11-30").levels[0]
-    assert found.link("all_to_all").message == found.link("all_to_all").message
     for kind, link in found.links.items():
         calls = (kind != "p2p") * LATENCY + work.messages(kind, 2) * MESSAGE
         assert link.latency.value + work.messages(kind, 2) * link.message.value == pytest.approx(calls, rel=1e-2), kind
@@ -102,8 +102,6 @@ def test_with_one_number_of_ranks_a_message_is_a_hop_s() -> None:
 
 
 def test_a_table_says_when_others_used_the_machine() -> None:
-    import dataclasses
-
     found = hardware(dataclasses.replace(synthetic((2, 4)), others=0.3), "mine", "2026-11-30")
     assert "while other processes had 30% of the cores" in found.peak["float32"].source
 

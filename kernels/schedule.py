@@ -92,7 +92,7 @@ class Tiling:
 
     def cut(self, sight: Sight, rows: Sequence[Placed], cols: Sequence[Placed]) -> tuple[Tile, ...]:
         tiles = [tile for r in rows for c in cols for tile in self._block(sight, r, c)]
-        return tuple(_joined(tiles)) if self.flash and self.joined else tuple(tiles)
+        return tuple(_joined(tiles)) if self.flash and self.joined and len(tiles) > 1 else tuple(tiles)
 
     def _block(self, sight: Sight, r: Placed, c: Placed) -> list[Tile]:
         seen = sight.seen(r.interval, c.interval)
@@ -168,6 +168,7 @@ class Schedule:
     def __init__(self, sight: Sight, rows: Layout, cols: Layout, tiling: Tiling, moved: np.ndarray) -> None:
         self.ranks = rows.ranks
         self._sight, self._rows, self._cols, self._tiling, self._moved = sight, rows, cols, tiling, moved
+        self._held = [[placed(shard) for shard in layout.shards] for layout in (rows, cols)]
         self._jobs: dict[tuple[int, int], tuple[Job, ...]] = {}
 
     @functools.cached_property
@@ -184,20 +185,22 @@ class Schedule:
         if (t, rank) not in self._jobs:
             peer = (rank - t) % self.ranks
             jobs = [self._job(rank, peer, own=True)] + ([self._job(peer, rank, own=False)] if t else [])
-            self._jobs[t, rank] = tuple(job for job in jobs if job.tiles)
+            self._jobs[t, rank] = tuple(job for job in jobs if job and job.tiles)
         return self._jobs[t, rank]
 
-    def _job(self, i: int, j: int, own: bool) -> Job:
-        rows, cols = placed(self._rows.shards[i]), self._cols.shards[j]
-        held = size(self._rows.shards[i])
-        kept = self._kept(rows, held, cols, 1 - float(self._moved[i, j]))
-        part = _clipped(rows, 0, kept) if own else _clipped(rows, kept, held)
-        return Job(i, j, self._tiling.cut(self._sight, part, placed(cols)) if part else ())
+    def _job(self, i: int, j: int, own: bool) -> Job | None:
+        moved = self._moved[i, j]
+        if moved == (1 if own else 0):
+            return None
+        part = self._held[0][i]
+        if 0 < moved < 1:
+            held = self._rows.size(i)
+            kept = self._kept(part, held, self._cols.shards[j], 1 - float(moved))
+            part = _clipped(part, 0, kept) if own else _clipped(part, kept, held)
+        return Job(i, j, self._tiling.cut(self._sight, part, self._held[1][j]) if part else ())
 
     def _kept(self, rows: Sequence[Placed], held: int, cols: Intervals, share: float) -> int:
         """How many of the rows, the first in local order, stay with their owner: those with `share` of the visible pairs."""
-        if share in (0.0, 1.0):
-            return round(share * held)
 
         def visible(n: int) -> float:
             return _pairs(self._sight, tuple(p.interval for p in _clipped(rows, 0, n)), cols)
@@ -267,7 +270,15 @@ def balanced(sight: Sight, rows: Layout, cols: Layout, tiling: Tiling) -> Schedu
 
 def _all_pairs(sight: Sight, rows: Layout, cols: Layout) -> np.ndarray:
     """[row rank, column rank]"""
-    return np.array([[_pairs(sight, i, j) for j in cols.shards] for i in rows.shards])
+    (of_rows, rows_by_rank), (of_cols, cols_by_rank) = _runs(rows), _runs(cols)
+    return rows_by_rank @ sight.table(of_rows, of_cols) @ cols_by_rank.T
+
+
+def _runs(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """All ranks' intervals, [n, 2], and which are whose, [ranks, n]."""
+    owner = np.array([r for r, shard in enumerate(layout.shards) for _ in shard])
+    runs = np.array([run for shard in layout.shards for run in shard]).reshape(-1, 2)
+    return runs, (owner == np.arange(layout.ranks)[:, None]).astype(float)
 
 
 def _pairs(sight: Sight, rows: Intervals, cols: Intervals) -> float:

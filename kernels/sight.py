@@ -20,6 +20,8 @@ class Sight(Protocol):
         """Equal for equal sights."""
         ...
 
+    def __hash__(self) -> int: ...
+
     def seen(self, rows: Interval, cols: Interval) -> Interval:
         """The part of `cols` outside which `rows` certainly see nothing; empty if they see nothing at all."""
         ...
@@ -30,6 +32,10 @@ class Sight(Protocol):
 
     def pairs(self, rows: Interval, cols: Interval) -> float:
         """How many pairs are visible, as far as is known."""
+        ...
+
+    def table(self, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+        """`pairs` of each of some intervals of rows, [m, 2], and of columns, [n, 2]: [m, n]."""
         ...
 
 
@@ -48,6 +54,9 @@ class Everything:
     def pairs(self, rows: Interval, cols: Interval) -> float:
         return float((rows[1] - rows[0]) * (cols[1] - cols[0]))
 
+    def table(self, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+        return np.outer(np.diff(rows), np.diff(cols)).astype(float)
+
 
 @dataclass(frozen=True)
 class Causal:
@@ -62,12 +71,17 @@ class Causal:
         return cols[1] - 1 <= rows[0]
 
     def pairs(self, rows: Interval, cols: Interval) -> float:
-        def below(row: int) -> int:  # pairs of rows [0, row) and columns of the interval
-            over = max(0, row - cols[0])
-            wide = cols[1] - cols[0]
-            return over * (over + 1) // 2 if over <= wide else wide * (wide + 1) // 2 + (over - wide) * wide
+        return float(self.table(np.array([rows]), np.array([cols])).item())
 
-        return float(below(rows[1]) - below(rows[0]))
+    def table(self, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+        first, wide = cols[None, :, 0], np.diff(cols)[None, :, 0]
+
+        def below(row: np.ndarray) -> np.ndarray:  # pairs of rows [0, row) and columns of the interval
+            over = np.maximum(0, row[:, None] - first)
+            inside = np.minimum(over, wide)
+            return inside * (inside + 1) // 2 + (over - inside) * wide
+
+        return (below(rows[:, 1]) - below(rows[:, 0])).astype(float)
 
 
 class Grid:
@@ -78,6 +92,12 @@ class Grid:
 
     def __init__(self, row_cuts: np.ndarray, col_cuts: np.ndarray, cells: np.ndarray) -> None:
         self._rows, self._cols, self.cells = row_cuts, col_cuts, cells
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Grid) and other.key == self.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     @functools.cached_property
     def key(self) -> str:
@@ -112,11 +132,21 @@ class Grid:
         return bool((self._cells(rows, cols)[0] == 2).all())
 
     def pairs(self, rows: Interval, cols: Interval) -> float:
-        cells, a, c = self._cells(rows, cols)
-        high = np.diff(np.clip(self._rows[a : a + cells.shape[0] + 1], *rows))
-        wide = np.diff(np.clip(self._cols[c : c + cells.shape[1] + 1], *cols))
-        exact = (high[:, None] == 1) & (wide[None, :] == 1)  # a single pair is visible or not
-        return float((np.where(exact & (cells > 0), 2, cells) * 0.5 * high[:, None] * wide[None, :]).sum())
+        return float(self.table(np.array([rows]), np.array([cols])).item())
+
+    def table(self, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+        if not rows.size or not cols.size:
+            return np.zeros((len(rows), len(cols)))
+        cells, a, c = self._cells((rows.min(), rows.max()), (cols.min(), cols.max()))
+        high = _overlaps(self._rows[a : a + cells.shape[0] + 1], rows)
+        wide = _overlaps(self._cols[c : c + cells.shape[1] + 1], cols)
+        single = (high == 1).astype(float) @ (cells == 1) @ (wide == 1).astype(float).T  # a single pair is visible or not
+        return (high @ cells @ wide.T + single) / 2
+
+
+def _overlaps(cuts: np.ndarray, intervals: np.ndarray) -> np.ndarray:
+    """How many positions of each cell lie in each interval: [intervals, cells]."""
+    return np.diff(np.clip(cuts[None, :], intervals[:, :1], intervals[:, 1:])).astype(float)
 
 
 def _around(cuts: np.ndarray, interval: Interval) -> tuple[int, int]:

@@ -8,6 +8,7 @@ halo            contiguous layout under a window: only the neighbours that it re
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from ..cost_model.volumes import head_groups
 from ..kernels import attend, blocks, comm, flash, random
 from ..kernels.layout import Layout, contiguous, head_tail, kv_heads, split
 from ..kernels.schedule import Schedule, Tiling, balanced, level_by_layout, members, owner_computes
-from ..kernels.sight import Grid
+from ..kernels.sight import Grid, Sight
 from ..kernels.travel import Route
 from .detect import Region, Use
 from .form import Form, NotASoftmax, form
@@ -58,16 +59,15 @@ class Blockwise:
         """What travels over all ranks, in how many steps, and the busiest rank's work (at most, where batches decide)."""
         sight, ranks = atmost(ctx.sight(region, form(region).scores)), ctx.ranks
         rows, columns = self.layout(region.row.length, ranks), self.layout(region.columns, ranks)
-        key = (self.make, sight.key, rows, columns, self.near)
-        if key not in ctx.counted:
-            tiling = Tiling(True, attend.BLOCK_ELEMENTS)
-            schedule = self.make(sight, members(rows, self.near), members(columns, self.near), tiling)
-            ctx.counted[key] = {"moved": schedule.travelling, "steps": len(schedule.steps) - 1, "work": schedule.busiest}
-        return {**ctx.counted[key], "inner": self.near}
+        return {**_counted(self.make, sight, members(rows, self.near), members(columns, self.near)), "inner": self.near}
 
     def narrowed(self, region: Region, ctx: SiteContext) -> Region:
         """The region whose columns travel as their latent, where they have one and heads are not exchanged."""
-        return narrowed(region, ctx.facts) if self.near == 1 else region
+        if self.near > 1:
+            return region
+        if region.closing not in ctx.narrow:
+            ctx.narrow[region.closing] = narrowed(region, ctx.facts)
+        return ctx.narrow[region.closing]
 
     def latent(self, region: Region, ctx: SiteContext) -> int:
         """Bytes of one position's latent, or 0 where keys and values travel themselves."""
@@ -100,6 +100,13 @@ class Blockwise:
             if not isinstance(sight, Grid):
                 return "its mask is no window known beforehand"
         return None
+
+
+@functools.lru_cache(maxsize=128)
+def _counted(make: Callable[..., Schedule], sight: Sight, rows: Layout, columns: Layout) -> dict[str, Any]:
+    """The same for all layers under one mask, and whatever the layout of the model at hand."""
+    schedule = make(sight, rows, columns, Tiling(True, attend.BLOCK_ELEMENTS))
+    return {"moved": schedule.travelling, "steps": len(schedule.steps) - 1, "work": schedule.busiest}
 
 
 RING = Blockwise(head_tail, level_by_layout)

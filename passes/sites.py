@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -35,8 +34,8 @@ class SiteContext:
 
     facts: Facts
     sights: Sights
-    counted: dict[object, dict[str, Any]] = field(default_factory=dict)  # by schedule: regions under one mask share it
-    blocks: dict[object, tuple[attend.Block, ...]] = field(default_factory=dict)  # by what rows see, likewise
+    blocks: dict[object, tuple[attend.Block, ...]] = field(default_factory=dict)  # by what rows see: layers share them
+    narrow: dict[fx.Node, Region] = field(default_factory=dict)  # by closing node: strategies share them
 
     @property
     def ranks(self) -> int:

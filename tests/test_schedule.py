@@ -194,6 +194,24 @@ def test_a_grid_answers_as_its_mask(mask: np.ndarray, r: int, c: int, high: int,
     assert sight.band == ((max(0, (i - j).max()), max(0, (j - i).max())) if len(i) else (0, 0))
 
 
+@given(masks(), st.integers(1, 7), st.integers(1, 7), st.data())
+def test_a_grid_of_larger_cells_counts_half_of_what_it_knows_in_part(
+    mask: np.ndarray, high: int, wide: int, data: st.DataObject
+) -> None:
+    """By the definition, pair by pair; a cell of which an interval cuts out a single pair is visible or not."""
+    rows, cols = ([*range(0, n, step), n] for n, step in zip(mask.shape, (high, wide), strict=True))
+    sight = grid(mask, np.array(rows), np.array(cols))
+    runs = [[tuple(sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2)))) for _ in range(2)] for n in mask.shape]
+    table = sight.table(*map(np.array, runs))
+    for (i, at_rows), (j, at_cols) in itertools.product(*map(enumerate, runs)):
+        expected = 0.0
+        for (r, (a, b)), (c, (d, e)) in itertools.product(*(enumerate(itertools.pairwise(cuts)) for cuts in (rows, cols))):
+            size = max(0, min(b, at_rows[1]) - max(a, at_rows[0])) * max(0, min(e, at_cols[1]) - max(d, at_cols[0]))
+            known = sight.cells[r, c] / 2
+            expected += size * (np.ceil(known) if size == 1 else known)
+        assert table[i, j] == sight.pairs(at_rows, at_cols) == expected
+
+
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20), st.integers(0, 20))
 def test_the_causal_sight_answers_as_its_matrix(a: int, high: int, c: int, wide: int) -> None:
     rows, cols = (a, a + high), (c, c + wide)

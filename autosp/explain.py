@@ -118,7 +118,8 @@ def strategies(site: Site, hardware: Hardware, dtype: str) -> tuple[list[str], l
     told = {site.strategy: site.seconds.total} | {r.strategy: r.seconds for r in site.rejected if r.seconds is not None}
     if isinstance(of, LinearAttention) and site.kind == "linear attention":
         told |= {name: 0.0 for name in ("all-to-all", "two-level") if name not in told}
-    names, left_out = [], []
+    names: list[str] = []
+    left_out: list[str] = []
     for name, seconds in told.items():
         found = best(name, of, hardware, dtype)
         differs = found is not None and seconds and abs(found.seconds / seconds - 1) > ALIKE

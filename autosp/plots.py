@@ -123,7 +123,7 @@ def spent(plan: Plan, name: str) -> str:
         seconds = run.site.seconds
         many = len(run.sites)
         rows.append((f"{run.site.strategy}: {run.name}", many * seconds.compute, many * seconds.exposed))
-    computed, waited = (sum(row[i] for row in rows) for i in (1, 2))
+    computed, waited = sum(row[1] for row in rows), sum(row[2] for row in rows)
     rows.append(("all else", max(0.0, totals.compute_s - computed), max(0.0, totals.exposed_s - waited)))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 0.7 + 0.28 * len(rows)))

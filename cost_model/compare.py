@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .amounts import length, shown
@@ -53,16 +53,23 @@ def difference(a: Plan, b: Plan) -> Difference:
 
 
 def _facts(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
-    yield "layout", a.layout, b.layout
-    yield "ranks", str(a.ranks), str(b.ranks)
-    yield "mesh", *(", ".join(f"{k}={v}" for k, v in p.mesh.items()) for p in (a, b))
-    yield "sequence", *(" and ".join(map(length, p.sequence)) for p in (a, b))
-    yield "hardware", a.hardware, b.hardware
-    yield "dtype", *(p.beside.dtype if p.beside else "" for p in (a, b))
-    yield "compiler", a.compiler, b.compiler
-    yield "gradients", a.grad_sync, b.grad_sync
-    yield "outputs", "; ".join(a.outputs), "; ".join(b.outputs)
-    yield "gathered", *(", ".join(sorted(f.op for f in p.fallbacks)) or "nothing" for p in (a, b))
+    for what, told in _FACTS.items():
+        yield what, told(a), told(b)
+
+
+_FACTS: dict[str, Callable[[Plan], str]] = {
+    "layout": lambda p: p.layout,
+    "ranks": lambda p: str(p.ranks),
+    "mesh": lambda p: ", ".join(f"{axis}={size}" for axis, size in p.mesh.items()),
+    "sequence": lambda p: " and ".join(map(length, p.sequence)),
+    "hardware": lambda p: p.hardware,
+    "ranks a node": lambda p: str(p.node or "all"),
+    "dtype": lambda p: p.beside.dtype if p.beside else "",
+    "compiler": lambda p: p.compiler,
+    "gradients": lambda p: p.grad_sync,
+    "outputs": lambda p: "; ".join(p.outputs),
+    "gathered": lambda p: ", ".join(sorted(f.op for f in p.fallbacks)) or "nothing",
+}
 
 
 _UNITS = (
@@ -74,9 +81,12 @@ _UNITS = (
 
 
 def _totals(a: Plan, b: Plan) -> Iterator[tuple[str, str, str]]:
+    def told(plan: Plan, key: str, unit: str) -> str:
+        value = getattr(plan.totals, key) if plan.totals else None
+        return "-" if value is None else f"{value:.1%}" if key == "efficiency" else shown(value, unit).strip()
+
     for key, what, unit in _UNITS:
-        values = [getattr(p.totals, key) if p.totals else None for p in (a, b)]
-        yield what, *("-" if v is None else f"{v:.1%}" if key == "efficiency" else shown(v, unit).strip() for v in values)
+        yield what, told(a, key, unit), told(b, key, unit)
 
 
 def _rows(a: Plan, b: Plan) -> tuple[tuple[Row, ...], int]:

@@ -1,7 +1,8 @@
 """Where another strategy wins: over the sequence's length, the ranks, and the bandwidth of the links.
 
 Of each site alone, with each strategy at its best parameters. Between two neighbouring winners the crossing is the root of the
-difference of their prices: solved in sympy where the formulas are those of the sizes at hand, else bisected on the numbers.
+difference of their prices: solved in sympy where all that is counted is a polynomial in what varies, else bisected on the
+numbers.
 """
 
 from __future__ import annotations
@@ -10,17 +11,15 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import sympy
 from sympy import Expr
 
 from .cases import active, row
 from .hardware import Hardware, HardwareError, Level, Link
-from .prices import Values, bound, cost, textbook
+from .prices import Values, bound, cost
 from .problem import Sizes
 from .states import LinearAttention, chains, nodes
-from .symbols import S, T
 from .volumes import head_groups
 
 LAYOUTS = {"ring": "head-tail", "ring-a2a": "head-tail", "balanced-ring": "contiguous", "halo": "contiguous"}
@@ -180,7 +179,8 @@ def _crossing(axis: Axis, dtype: str, sizes: Sizes, span: tuple[float, float], e
     if axis.whole:
         return Crossing(span[1], *ends, "powers of two")
     about = _bisected(gap, span)
-    ends = tuple(best(p.strategy, *axis.place(sizes, about), dtype) or p for p in ends)  # with the parameters that are best there
+    first, last = (best(p.strategy, *axis.place(sizes, about), dtype) or p for p in ends)
+    ends = first, last  # with the parameters that are best there
     at = _solved(axis, dtype, sizes, about, ends)
     if at is not None and span[0] <= at <= span[1] and abs(gap(at)) <= NEAR:
         return Crossing(at, *ends, "solved")
@@ -209,34 +209,32 @@ def _solved(axis: Axis, dtype: str, sizes: Sizes, about: float, ends: tuple[Poin
 
 
 def _along(axis: Axis, dtype: str, sizes: Sizes, point: Point, about: float) -> Expr | None:
-    """A strategy's seconds as a formula in POINT, in the case at `about`: what follows POINT is written in it, all else are
-    numbers."""
+    """A strategy's seconds as a formula in POINT, in the case at `about`; None where some quantity is no polynomial in it."""
+    unit = _unit(axis, sizes, about)
+    known = [_valued(point, axis, dtype, sizes, unit * i) for i in (1, 2, 3, 4)]
     price = row(point.strategy, isinstance(sizes, LinearAttention))
-    known, doubled = (_valued(point, axis, dtype, sizes, value) for value in (about, 2 * about))
-    parts = (part for each in (price.forward, price.backward) for part in (each.compute, each.exposed))
-    total = sum(active(part, known) for part in parts)
-    counted = _textbook(point) if axis.unit == "positions" else None
-    values: dict[Any, Any] = {}
-    for symbol in total.free_symbols:
-        now = known.get(symbol, 0.0)
-        if math.isclose(doubled.get(symbol, 0.0), now, rel_tol=1e-12):
-            values[symbol] = now
-        elif math.isclose(doubled[symbol], 2 * now, rel_tol=1e-9):
-            values[symbol] = now / about * POINT
-        elif counted is None or symbol not in counted:
-            return None
-    if counted is not None:
-        formulas = {symbol: active(formula, known) for symbol, formula in counted.items() if symbol not in values}
-        total = total.subs(formulas).subs({S: POINT, T: POINT}).subs({q: v for q, v in known.items() if q not in (S, T)})
-    return total.subs(values)
+    case = _valued(point, axis, dtype, sizes, about)
+    total = sum(active(part, case) for each in (price.forward, price.backward) for part in (each.compute, each.exposed))
+    formulas = {q: _polynomial([values.get(q, 0.0) for values in known], unit) for q in total.free_symbols}
+    return None if None in formulas.values() else total.subs(formulas)
 
 
-def _textbook(point: Point) -> dict[Any, Any] | None:
-    """Counts as formulas, where they are known: no window, and nothing counted on a mask."""
-    of = point.sizes
-    if isinstance(of, LinearAttention) or of.q_seq != of.kv_seq or not (of.causal or of.before is None is of.after):
+def _unit(axis: Axis, sizes: Sizes, about: float) -> float:
+    """Near `about`; of lengths, one that divides by all that ranks may divide it by, so that counts are polynomials in it."""
+    whole = 2 * sizes.ranks * math.ceil(about / 2 / sizes.ranks)
+    return float(whole) if axis.unit == "positions" else about
+
+
+def _polynomial(values: Sequence[float], unit: float) -> Expr | None:
+    """Of second degree at most, through values at 1, 2, 3 and 4 units; None where the last is not on it."""
+    first, second, third, fourth = values
+    square = (first - 2 * second + third) / 2
+    slope = second - first - 3 * square
+    parts = [first - slope - square, slope, square]
+    scale = max(map(abs, values))
+    if abs(parts[0] + 4 * parts[1] + 16 * parts[2] - fourth) > 1e-9 * scale:
         return None
-    return dict(textbook(point.strategy, of.causal))
+    return sum((c * (POINT / unit) ** i for i, c in enumerate(parts) if abs(c) > 1e-9 * scale), sympy.Integer(0))
 
 
 def _valued(point: Point, axis: Axis, dtype: str, sizes: Sizes, value: float) -> Values:

@@ -62,37 +62,41 @@ def _counted(sizes: Sizes) -> str:
 
 
 def _of_machine(symbol: sympy.Symbol, strategy: str, sizes: Sizes, hardware: Hardware, dtype: str) -> Source | None:
-    linear = isinstance(sizes, LinearAttention)
-    kernel = "linear" if linear else "attention"
-    near, far = hardware.levels[0], hardware.level(sizes.ranks)
-    inside = hardware.level(sizes.node) if isinstance(sizes, LinearAttention) and strategy == "two-level" else near
-    exchange = hardware.level(sizes.inner) if not isinstance(sizes, LinearAttention) and strategy == "ring-a2a" else far
-    for rate, direction in ((q.F_f, "forward"), (q.F_b, "backward")):
-        if symbol == rate:
-            return _numbers(
-                (f"peak.{dtype}", hardware.peak[dtype]),
-                (f"efficiency.{kernel}_{direction}", hardware.efficiency[f"{kernel}_{direction}"]),
-            )
-    if symbol == q.tau:
-        return _numbers((f"launch.{kernel}_forward", hardware.launch[f"{kernel}_forward"]))
+    kernel = "linear" if isinstance(sizes, LinearAttention) else "attention"
+    numbers = {
+        "F_f": ((f"peak.{dtype}", hardware.peak), (f"efficiency.{kernel}_forward", hardware.efficiency)),
+        "F_b": ((f"peak.{dtype}", hardware.peak), (f"efficiency.{kernel}_backward", hardware.efficiency)),
+        "tau": ((f"launch.{kernel}_forward", hardware.launch),),
+        "tau_b": ((f"launch.{kernel}_backward", hardware.launch),),
+    }
+    if symbol.name in numbers:
+        return _numbers(*((place, table[place.partition(".")[2]]) for place, table in numbers[symbol.name]))
     if symbol == q.phi:
         return _numbers(("overlap", hardware.overlap))
     if symbol == q.beta_m:
         return _numbers(("bandwidth", hardware.bandwidth))
-    links = {
-        q.alpha_x: (exchange, "all_to_all", "latency"),
-        q.gamma_x: (exchange, "all_to_all", "message"),
-        q.beta_x: (near, "all_to_all", "bandwidth"),
-        q.beta_xf: (far, "all_to_all", "bandwidth"),
-        q.alpha_g: (far, "all_gather", "latency"),
-        q.gamma_g: (far, "all_gather", "message"),
-        q.beta_g: (far, "all_gather", "bandwidth"),
-        q.gamma_h: (far, "p2p", "message"),
-        q.beta_h: (far, "p2p", "bandwidth"),
-        q.gamma_n: (inside, "p2p", "message"),
-        q.beta_n: (inside, "p2p", "bandwidth"),
+    links = _links(strategy, sizes, hardware)
+    return _link(*links[symbol.name]) if symbol.name in links else None
+
+
+def _links(strategy: str, sizes: Sizes, hardware: Hardware) -> dict[str, tuple[Level, str, str]]:
+    near, far = hardware.levels[0], hardware.level(sizes.ranks)
+    inside = hardware.level(sizes.node) if isinstance(sizes, LinearAttention) and strategy == "two-level" else near
+    exchange = hardware.level(sizes.inner) if not isinstance(sizes, LinearAttention) and strategy == "ring-a2a" else far
+    return {
+        "alpha_x": (exchange, "all_to_all", "latency"),
+        "gamma_x": (near, "all_to_all", "message"),
+        "gamma_xf": (far, "all_to_all", "message"),
+        "beta_x": (near, "all_to_all", "bandwidth"),
+        "beta_xf": (far, "all_to_all", "bandwidth"),
+        "alpha_g": (far, "all_gather", "latency"),
+        "gamma_g": (far, "all_gather", "message"),
+        "beta_g": (far, "all_gather", "bandwidth"),
+        "gamma_h": (far, "p2p", "message"),
+        "beta_h": (far, "p2p", "bandwidth"),
+        "gamma_n": (inside, "p2p", "message"),
+        "beta_n": (inside, "p2p", "bandwidth"),
     }
-    return _link(*links[symbol]) if symbol in links else None
 
 
 def _numbers(*numbers: tuple[str, Number]) -> Source:

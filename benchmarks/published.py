@@ -1,4 +1,5 @@
-"""The cost model beside published measurements: `python benchmarks/published.py` prints every row; no GPU, no torch.
+"""The cost model beside published measurements: `python benchmarks/published.py` prints every row; no GPU, no torch. With
+`--write` it puts them into docs/prices.md.
 
 Compared are ratios, between methods or against an ideal; tests/test_published.py holds them within 20 %, but for those in
 `MISSES`, each with its reason. Nothing is fitted to a row of its own:
@@ -17,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +30,11 @@ from autosp.cost_model.planner import Planner
 from autosp.cost_model.prices import Cost, cost
 from autosp.cost_model.problem import Candidate, Exchange, Layer, Problem, SiteProblem
 from autosp.cost_model.states import LinearAttention
+from autosp.cost_model.symbols import QUANTITIES
 from autosp.cost_model.volumes import Attention, counted
 
 MACHINES = Path(__file__).parent / "machines"
+DOCUMENT = Path(__file__).parent.parent / "docs/prices.md"
 WITHIN = 0.2
 BF16 = 2  # bytes
 K = 1024
@@ -194,6 +198,20 @@ CHECKPOINTED = dict(zip((1, 2, 4, 8, 16, 32), (0.84, 1.29, 2.64, 6.93, 21.44, 76
 REMAT_AWARE = dict(zip((1, 2, 4, 8, 16, 32), (0.84, 1.36, 2.50, 5.98, 17.26, 58.46), strict=True))
 
 
+@dataclass(frozen=True)
+class Narrow(Attention):
+    """As DistFlashAttn's released code runs it: results and gradients are summed, and sent, in the type of the inputs
+    (github.com/RulinShao/LightSeq, lightseq_async_attn.py)."""
+
+    @property
+    def accumulator(self) -> int:
+        return self.itemsize
+
+
+def narrow(sizes: Attention) -> Attention:
+    return Narrow(**{f.name: getattr(sizes, f.name) for f in dataclasses.fields(sizes)})
+
+
 def megatron(model: Model, heads: int, seq: int, ranks: int, machine: Hardware) -> float:
     """Tensor parallelism with the sequence split between: each layer gathers and scatters the stream twice forward, again for
     the checkpoint, and backward, where it also gathers what the products' weights need. Heads that do not divide are padded."""
@@ -210,7 +228,7 @@ def megatron(model: Model, heads: int, seq: int, ranks: int, machine: Hardware) 
 def dist_flash_attn() -> Iterator[Row]:
     machine = load("a100-80")
     for case, model, heads, kv_heads, seq, (tensor, heads_exchanged, published) in STEPS:
-        sizes = causal(heads, kv_heads, seq, 16)
+        sizes = narrow(causal(heads, kv_heads, seq, 16))
         balanced = step_seconds(model, "balanced-ring", sizes, machine, 16, "attention output")
         yield Row(
             f"{DFA}: a step on {NODES}", case, "Megatron / DistFlashAttn", tensor / published,
@@ -222,20 +240,20 @@ def dist_flash_attn() -> Iterator[Row]:
                 f"{DFA}: a step on {NODES}", case, "Ulysses / DistFlashAttn", heads_exchanged / published, ulysses / balanced
             )
     for thousands, plain in CHECKPOINTED.items():
-        sizes = causal(32, 32, thousands * K * 8, 8)
+        sizes = narrow(causal(32, 32, thousands * K * 8, 8))
         ways = [step_seconds(LLAMA_7B, "balanced-ring", sizes, machine, 8, s) for s in ("layer input", "attention output")]
         yield Row(
             f"{DFA}: what a checkpoint keeps, 8 A100", f"{thousands}K a GPU", "layer input / attention output",
             plain / REMAT_AWARE[thousands], ways[0] / ways[1],
         )  # fmt: skip
 
-    sizes = causal(32, 32, 256 * K, 8)
+    sizes = narrow(causal(32, 32, 256 * K, 8))
     alone = cost("all-to-all", dataclasses.replace(sizes, ranks=1), machine, "bfloat16").forward[0]
     for strategy, what, published in (("balanced-ring", "balanced", 7.5), ("halo", "unbalanced", 4.5)):
         forward = cost(strategy, sizes, machine, "bfloat16").forward
         yield Row(f"{DFA}: speed-up of 8 A100", "256K", what, published, alone / (forward[0] + forward[2]))
 
-    forward = cost("balanced-ring", causal(32, 32, 128 * K, 16), machine, "bfloat16").forward
+    forward = cost("balanced-ring", narrow(causal(32, 32, 128 * K, 16)), machine, "bfloat16").forward
     table = f"{DFA}: a forward pass on {NODES} / its computation alone"
     yield Row(table, "128K", "no overlap", 2.05, 1 + forward[1] / forward[0])
     yield Row(table, "128K", "overlap", 1.44, 1 + forward[2] / forward[0])
@@ -370,5 +388,21 @@ def markdown(found: Sequence[Row]) -> str:
     return "\n".join(lines).strip()
 
 
+def quantities() -> str:
+    lines = ["| | unit | |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {q.unit} | {q.meaning} |" for name, q in QUANTITIES.items())])
+
+
+def document(text: str) -> str:
+    """docs/prices.md with what is printed between its marks."""
+    for mark, block in (("quantities", quantities()), ("published", markdown(rows()))):
+        before, _, rest = text.partition(f"<!-- {mark} -->\n")
+        text = f"{before}<!-- {mark} -->\n{block}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    return text
+
+
 if __name__ == "__main__":
-    print(markdown(rows()))
+    if sys.argv[1:] == ["--write"]:
+        DOCUMENT.write_text(document(DOCUMENT.read_text()))
+    else:
+        print(markdown(rows()))

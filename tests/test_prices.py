@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,10 @@ MACHINES = ("h100", "a100-80", "mi300x", "cpu")
 Sizes = Attention | LinearAttention
 ALL = [(s, False) for s in COSTS] + [(s, True) for s in LINEAR_COSTS]
 strategies = pytest.mark.parametrize(("strategy", "linear"), ALL, ids=[f"{s}{' linear' * x}" for s, x in ALL])
-quick = settings(max_examples=25, deadline=None)
+quick = settings(max_examples=15, deadline=None)
+
+HEADS = Attention(1, 16, 4, 1 << 15, 1 << 15, 128, 128, 2, 8, 1 << 15, 0)
+DELTA = LinearAttention(1, 32, 16, 16, 1 << 15, 128, 128, 1, True, 2, 8, 8)
 
 
 @st.composite
@@ -205,6 +209,55 @@ def test_counts_are_the_textbook_s_where_everything_divides(
     assert prices.sent(strategy, of) == pytest.approx(expected, abs=1)
 
 
+def documented() -> tuple[dict[str, sympy.Expr], dict[tuple[str, bool, str, str], sympy.Expr]]:
+    """The formulas of docs/prices.md: by name, and by (strategy, linear, direction, term)."""
+    names: dict[str, Any] = {name: q.symbol for name, q in QUANTITIES.items()}
+    functions = {"min": sympy.Min, "max": sympy.Max, "ceiling": sympy.ceiling, "log2": lambda n: sympy.log(n, 2)}
+    found: dict[tuple[str, bool, str, str], sympy.Expr] = {}
+    text = (Path(__file__).parent.parent / "docs/prices.md").read_text()
+    for line in "\n".join(text.split("```")[1::2]).splitlines():
+        if " = " in line:
+            name, _, formula = line.partition(" = ")
+            names[name] = sympy.sympify(formula, {**functions, **names})
+        elif line:
+            place, _, formula = line.partition(": ")
+            strategy, *linear, direction, term = place.split()
+            found[strategy, bool(linear), direction, term] = sympy.sympify(formula, {**functions, **names})
+    return names, found
+
+
+DOCUMENTED = documented()[1]
+
+
+@pytest.mark.parametrize("key", DOCUMENTED, ids=lambda key: f"{key[0]}{' linear' * key[1]} {key[2]} {key[3]}")
+def test_the_document_s_formulas_are_the_code_s(key: tuple[str, bool, str, str]) -> None:
+    """Evaluated at several sizes and machines of more than one rank."""
+    strategy, linear, direction, term = key
+    row = (LINEAR_COSTS if linear else COSTS)[strategy]
+    symbols = [q.symbol for q in QUANTITIES.values()]
+    compiled = [sympy.lambdify(symbols, x, "math", cse=True) for x in (DOCUMENTED[key], getattr(getattr(row, direction), term))]
+    sized: list[Sizes] = [
+        dataclasses.replace(HEADS, inner=2),
+        dataclasses.replace(HEADS, ranks=16, q_seq=999, kv_seq=999, inner=4),
+    ]
+    if linear:
+        sized = [DELTA, dataclasses.replace(DELTA, ranks=16, relaid=True), dataclasses.replace(DELTA, remove=False, decays=128)]
+    for of, machine in itertools.product(sized, ("h100", "cpu")):
+        values = prices.bound(strategy, of, load(machine), "bfloat16")
+        said, meant = (f(*(values.get(q, 0.0) for q in symbols)) for f in compiled)
+        assert said == pytest.approx(meant), (of, machine)
+
+
+def test_the_document_has_every_strategy_and_quantity() -> None:
+    told = {(s, linear) for s, linear, _, _ in DOCUMENTED}
+    text = (Path(__file__).parent.parent / "docs/prices.md").read_text()
+    # Balanced ring and halo have the ring's formulas, all-to-all of a linear attention five exchanges of its own.
+    assert {(s, x) for s, x in ALL} - told == {("halo", False), ("balanced-ring", False), ("all-to-all", True)}
+    assert COSTS["halo"] == COSTS["ring"] == COSTS["balanced-ring"]
+    for name, q in QUANTITIES.items():
+        assert f"| {name} | {q.unit} | {q.meaning} |" in text
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 def test_heads_are_exchanged_for_less_than_blocks_from_more_than_g_plus_1_ranks(groups: int) -> None:
     for ranks in (2, 4, 8, 16, 32):
@@ -235,15 +288,11 @@ def test_many_ranks_want_fewer_hops() -> None:
 def test_every_quantity_of_a_row_is_defined_and_has_a_unit() -> None:
     named = {q.symbol for q in QUANTITIES.values()}
     for row in (*COSTS.values(), *LINEAR_COSTS.values()):
-        assert all(term.free_symbols <= named for term in row.terms)
-        assert all(isinstance(term, sympy.Expr) for term in row.terms)
+        assert all(isinstance(term, sympy.Expr) and term.atoms(sympy.Symbol) <= named for term in row.terms)
     assert all(q.unit and len(q.meaning) > 4 for q in QUANTITIES.values())
 
 
 # The planner ------------------------------------------------------------------------------------------
-
-HEADS = Attention(1, 16, 4, 1 << 15, 1 << 15, 128, 128, 2, 8, 1 << 15, 0)
-DELTA = LinearAttention(1, 32, 16, 16, 1 << 15, 128, 128, 1, True, 2, 8, 8)
 
 
 def softmax(of: Attention = HEADS, without: Sequence[str] = ()) -> tuple[Candidate, ...]:

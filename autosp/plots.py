@@ -14,12 +14,20 @@ from matplotlib.figure import Figure
 
 from autosp.cost_model.amounts import length, shown
 from autosp.cost_model.crossover import LAYOUTS, Axis, curve
+from autosp.cost_model.hardware import Hardware
 from autosp.cost_model.plan import Plan
 from autosp.cost_model.plan_text import runs
 from autosp.cost_model.problem import Sizes
+from autosp.cost_model.programs import attention_ops
 from autosp.cost_model.retold import kept, kept_in
+from autosp.cost_model.simulator import simulate
+from autosp.cost_model.volumes import Attention
+
+Span = tuple[float, float]
 
 INK = "#010203"  # drawn with this, shown in the page's colour
+COMPUTING, WAITING = "#4e79a7", "#e15759"
+RANKS = 8  # of a timeline, at most
 MOST = 3.0  # times as long as the fastest: what takes longer is out of the picture
 COLOURS = {
     "all-to-all": "#4e79a7", "gather-kv": "#59a14f", "ring": "#e15759", "balanced-ring": "#f28e2b", "ring-a2a": "#b07aa1",
@@ -129,8 +137,8 @@ def spent(plan: Plan, name: str) -> str:
         figure = Figure(figsize=(7.2, 0.7 + 0.28 * len(rows)))
         ax = figure.add_subplot()
         for i, (_, computing, waiting) in enumerate(rows):
-            ax.barh(i, computing, color="#4e79a7", label="computing" if not i else None)
-            ax.barh(i, waiting, left=computing, color="#e15759", label="waiting for other ranks" if not i else None)
+            ax.barh(i, computing, color=COMPUTING, label="computing" if not i else None)
+            ax.barh(i, waiting, left=computing, color=WAITING, label="waiting for other ranks" if not i else None)
             ax.annotate(f" {shown(computing + waiting, 's')}", (computing + waiting, i), va="center", fontsize=8)
         ax.set_yticks(range(len(rows)), [row[0] for row in rows])
         ax.invert_yaxis()
@@ -141,4 +149,48 @@ def spent(plan: Plan, name: str) -> str:
         return svg(figure, name)
 
 
-__all__ = ["memory", "over", "spent", "svg"]
+def timeline(strategy: str, sizes: Attention, hardware: Hardware, dtype: str, name: str) -> str:
+    """Forward, then backward, of one site as simulated: when ranks compute, and when what they send is under way."""
+    shown_ranks = min(sizes.ranks, RANKS)
+    computing: list[list[Span]] = [[] for _ in range(shown_ranks)]
+    sending: list[list[Span]] = [[] for _ in range(shown_ranks)]
+    begin = 0.0
+    for back in (False, True):
+        ops = attention_ops(strategy, sizes, back, hardware, dtype)
+        found = simulate(ops, sizes.ranks, hardware.overlap.value)
+        for event in found.events:
+            if event.rank < shown_ranks:
+                rows = computing if event.to < 0 else sending
+                rows[event.rank].append((begin + float(event.start), begin + float(event.stop)))
+        begin += float(found.makespan)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 0.8 + 0.26 * shown_ranks))
+        ax = figure.add_subplot()
+        for rows, low, height, colour, what in (
+            (computing, -0.05, 0.45, COMPUTING, "computing"),
+            (sending, -0.35, 0.25, WAITING, "sending"),
+        ):
+            for rank, spans in enumerate(rows):
+                bars = [(start, stop - start) for start, stop in _merged(spans, begin / 2000)]
+                ax.broken_barh(bars, (rank + low, height), facecolors=colour, label=None if rank else what)
+        ax.set_yticks(range(shown_ranks), [f"rank {i}" for i in range(shown_ranks)])
+        ax.invert_yaxis()
+        ax.set_xlim(0, begin)
+        ax.xaxis.set_major_formatter(lambda v, _: _round(v, "s") if v else "0")
+        ax.grid(False, axis="y")
+        ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        return svg(figure, name)
+
+
+def _merged(spans: Sequence[Span], least: float) -> list[Span]:
+    """Without overlaps, nor gaps too short to be seen."""
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1] + least:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found
+
+
+__all__ = ["memory", "over", "spent", "svg", "timeline"]

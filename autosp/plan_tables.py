@@ -22,7 +22,10 @@ def console() -> Console:
 
 def print_plan(plan: Plan, to: Console) -> None:
     """The table of runs, what a step takes, what was gathered, notes, and what too few heads mean."""
-    to.print(plan_table(plan))
+    if to.width < NARROW:
+        to.print(Text("\n".join([title(plan), *plan_lines(plan)])), soft_wrap=True)
+    else:
+        to.print(plan_table(plan))
     if plan.totals is not None:
         to.print(Text(f"a step takes {summary(plan.totals, plan.ranks)}"), soft_wrap=True)
     for f in plan.fallbacks:
@@ -31,7 +34,8 @@ def print_plan(plan: Plan, to: Console) -> None:
         to.print(Text(f"note: {note}"), soft_wrap=True)
 
 
-NAME_WIDTH = 29  # columns that names of layers take, so that most are not broken
+NARROW = 120  # columns that a table needs; with fewer, lines
+NAME_WIDTH = 34  # columns that names of layers take at most, so that most are not broken
 COLUMNS = ("layers", "kind", "strategy", "time each", "waiting", "kept each", "best alternative")
 NUMBERS = ("time each", "waiting", "kept each")
 
@@ -45,15 +49,29 @@ def title(plan: Plan) -> str:
 def plan_table(plan: Plan) -> Table:
     """One row for each run of layers that are alike, one for all else, and the step."""
     table = Table(title=Text(title(plan)), title_justify="left")
+    rows, totals = run_rows(plan), total_rows(plan)
+    name = min(NAME_WIDTH, max(len(row[0]) for row in [COLUMNS, *rows, *totals]))
     for head in COLUMNS:
         numeric = head in NUMBERS
-        wide = NAME_WIDTH if head == "layers" else None
-        table.add_column(head, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold", min_width=wide)
-    for rows in (run_rows(plan), total_rows(plan)):
-        for row in rows:
+        wide = name if head == "layers" else None
+        table.add_column(head, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold", width=wide)
+    for each in (rows, totals):
+        for row in each:
             table.add_row(*map(Text, row))
         table.add_section()
     return table
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The same below one another."""
+    lines = []
+    for name, kind, strategy, time, waiting, held, best in run_rows(plan):
+        lines.append(f"{name}: {kind} by {strategy.replace(chr(10), ', ')}")
+        lines.append(f"  {time} each, {waiting} of it waiting; {held} kept each; best alternative {best}")
+    for what, _, _, time, waiting, held, _ in total_rows(plan):
+        numbers = [time, f"{waiting} of it waiting" if waiting else "", held]
+        lines.append(f"{what}: {', '.join(n for n in numbers if n)}")
+    return lines
 
 
 def run_rows(plan: Plan) -> list[tuple[str, ...]]:

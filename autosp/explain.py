@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autosp.cost_model.amounts import length, shown
+from autosp.cost_model.amounts import rounded, shown
 from autosp.cost_model.cases import Direction, Term, directions
 from autosp.cost_model.crossover import LAYOUTS, Axis, Crossing, Point, axes, best, crossings
 from autosp.cost_model.hardware import Hardware
@@ -105,15 +105,14 @@ def crossovers(plan: Plan, run: Run, hardware: Hardware, dtype: str) -> Iterator
         if len(here) < len(names):
             free = said(crossings(names, of, axis, dtype), axis)
             told += [f"{line}, if the model may have any layout" for line in free if line not in told]
-        span = f"from {_at(axis, axis.values[0])} to {_at(axis, axis.values[-1])}"
-        yield from told or [f"{span}: {run.site.strategy} wins everywhere"]
-    for name in left_out:
-        yield f"{name} is not compared: its price depends on more of the mask than can be carried to other sizes"
+        span = _at(axis, axis.values[0]), _at(axis, axis.values[-1])
+        yield from told or [f"{run.site.strategy} wins everywhere from {span[0]} to {span[1]}"]
+    yield from left_out
 
 
 def strategies(site: Site, hardware: Hardware, dtype: str) -> tuple[list[str], list[str]]:
-    """Those whose price at the plan's own sizes is the plan's, and others that apply. Linear attention's need of heads and of
-    two levels depends on the ranks alone."""
+    """Those that apply and whose price at the plan's own sizes is the plan's; and why others are left out. Linear attention's need
+    of heads and of two levels depends on the ranks alone."""
     of = sizes(site)
     told = {site.strategy: site.seconds.total} | {r.strategy: r.seconds for r in site.rejected if r.seconds is not None}
     if isinstance(of, LinearAttention) and site.kind == "linear attention":
@@ -122,8 +121,11 @@ def strategies(site: Site, hardware: Hardware, dtype: str) -> tuple[list[str], l
     left_out: list[str] = []
     for name, seconds in told.items():
         found = best(name, of, hardware, dtype)
-        differs = found is not None and seconds and abs(found.seconds / seconds - 1) > ALIKE
-        (left_out if differs and name != site.strategy else names).append(name)
+        if found and seconds and name != site.strategy and abs(found.seconds / seconds - 1) > ALIKE:
+            prices = f"from its sizes alone it would take {shown(found.seconds, 's')}, the plan says {shown(seconds, 's')}"
+            left_out.append(f"{name} is not compared: {prices}")
+        else:
+            names.append(name)
     return names, left_out
 
 
@@ -143,7 +145,7 @@ def _named(point: Point) -> str:
 
 def _at(axis: Axis, value: float) -> str:
     if axis.unit == "positions":
-        return f"S = {length(round(value)) if value == round(value) else f'{value:,.0f}'}"
+        return f"S = {rounded(value)}"
     if axis.unit == "ranks":
         return f"P = {value:.0f}"
     return f"{shown(value, axis.unit)} {axis.name}"

@@ -55,6 +55,15 @@ def length(count: int) -> str:
     return f"{count:,}"
 
 
+def rounded(count: float) -> str:
+    """A length with three digits: "2.1M"; all of them where that is short."""
+    exact = length(round(count))
+    if count == round(count) and len(exact) <= 5:
+        return exact
+    unit = next((u for u in "GMK" if count >= POSITIONS[u]), "")
+    return f"{count / POSITIONS[unit]:.3g}{unit}"
+
+
 def shown(value: float, unit: str) -> str:
     """With three digits and a prefix: "3.35 TB/s", "1.90 µs", "0 s"."""
     if value == 0 or not math.isfinite(value):

@@ -11,7 +11,7 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosp.cost_model.amounts import AmountError, length, nbytes, positions, shown
+from autosp.cost_model.amounts import AmountError, length, nbytes, positions, rounded, shown
 from autosp.cost_model.cases import active, directions, number
 from autosp.cost_model.crossover import LAYOUTS, NEAR, Axis, at_length, axes, best, crossings, variants
 from autosp.cost_model.hardware import Hardware, load
@@ -198,6 +198,17 @@ def test_what_is_no_number_of_bytes(text: str) -> None:
 @given(st.integers(1, 1 << 40))
 def test_a_length_reads_back(count: int) -> None:
     assert positions(length(count).replace(",", "")) == count
+
+
+def test_a_length_is_rounded() -> None:
+    assert [rounded(n) for n in (1 << 20, 3 << 19, 2.2e6, 24_321.5, 1000, 700.5)] == [
+        "1M",
+        "1.5M",
+        "2.1M",
+        "23.8K",
+        "1,000",
+        "700",
+    ]
 
 
 @given(st.floats(1e-8, 1e17))

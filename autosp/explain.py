@@ -111,8 +111,8 @@ def crossovers(plan: Plan, run: Run, hardware: Hardware, dtype: str) -> Iterator
 
 
 def strategies(site: Site, hardware: Hardware, dtype: str) -> tuple[list[str], list[str]]:
-    """Those that apply and whose price at the plan's own sizes is the plan's; and why others are left out. Linear attention's need
-    of heads and of two levels depends on the ranks alone."""
+    """Those that apply and whose price at the plan's own sizes is the plan's; and why others are left out. Linear attention's
+    need of heads and of two levels depends on the ranks alone."""
     of = sizes(site)
     told = {site.strategy: site.seconds.total} | {r.strategy: r.seconds for r in site.rejected if r.seconds is not None}
     if isinstance(of, LinearAttention) and site.kind == "linear attention":

@@ -203,7 +203,7 @@ def test_a_length_reads_back(count: int) -> None:
 def test_a_length_is_rounded() -> None:
     assert [rounded(n) for n in (1 << 20, 3 << 19, 2.2e6, 24_321.5, 1000, 700.5)] == [
         "1M",
-        "1.5M",
+        "1536K",
         "2.1M",
         "23.8K",
         "1,000",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from .hardware import Hardware, Level, Link
 from .simulator import COMPUTE, Op
@@ -40,6 +39,10 @@ class Ops:
     def beside(self, rank: int, name: str, seconds: float, after: Sequence[int], stream: str) -> int:
         """On another stream of the rank; what comes next does not wait for it."""
         return self._add(Op(name, rank, seconds, tuple(after), stream))
+
+    def pause(self, rank: int, seconds: float, after: Sequence[int]) -> int:
+        """What comes next does not wait for it."""
+        return self._add(Op("pause", rank, seconds, tuple(after)))
 
     def level(self, one: int, other: int) -> Level:
         """The nearest level that connects two ranks."""
@@ -121,10 +124,6 @@ class Ops:
 
 def _seconds(link: Link, size: float, ports: int) -> float:
     return link.message.value + size / (link.bandwidth.value * ports)
-
-
-def renamed(ops: Sequence[Op], before: str) -> list[Op]:
-    return [replace(op, name=before + op.name) for op in ops]
 
 
 def split(count: int, parts: int) -> list[int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 
 import sympy
-from sympy import Expr, Integer, Max, Min, Rational, ceiling, log
+from sympy import Eq, Expr, Float, Integer, Max, Min, Piecewise, Rational, ceiling, log
 
 from . import states, steps, volumes
 from .hardware import Hardware
@@ -67,6 +67,7 @@ from .symbols import (
     n,
     n_A,
     n_s,
+    n_x,
     phi,
     r,
     s,
@@ -145,12 +146,12 @@ class Cost:
 
 # Exchanges ----------------------------------------------------------------------------------------
 
-NOTHING = Integer(0)
+NOTHING, ONE, TINY = Integer(0), Integer(1), Float(1e-30)
 many = Min(1, P - 1)  # 0 on one rank
 FAR = (P - G) / Max(1, P - 1)  # of the other ranks, those in other nodes
 
 
-def _exchange(sent: Expr, count: int) -> Expr:
+def _exchange(sent: Expr, count: Expr) -> Expr:
     """`count` all-to-alls among u ranks in which a rank sends `sent` bytes: links inside and between nodes are used at once."""
     others = Max(1, u - 1)
     near, far = (G_u - 1) / others, (u - G_u) / others
@@ -264,41 +265,70 @@ BACK = Rational(5, 2)  # work of backward ÷ work of forward
 JOINED = 3 * s  # bytes read and written to make S' = A S + B: S and B read, S' written
 
 
-def _scanned(moved: Expr, sent: Expr, far: Expr, more: Expr = NOTHING, waits: Expr = NOTHING, joins: Expr = NOTHING) -> Price:
-    """A state travels while f_i is computed; `waits` is computed along its way, one rank after another. What has arrived is put
-    together in `joins` steps of S' = A S + B."""
-    relaid = z * TOKENS  # from a head-tail layout and back
+BETWEEN = Max(0, P / G - 1)  # links between nodes
+DOUBLINGS = ceiling(log(P, 2))
+# Messages that share a port where nodes have no links of their own; and for how many hops a state between nodes then counts.
+CROWD = Piecewise((G, Eq(beta_h, beta_n)), (1, True))
+PASSED_ON = Min(1, BETWEEN) + Max(0, BETWEEN - 1) * CROWD
 
-    def way(work: Expr, rate: Expr) -> Pass:
-        compute = work / rate + 3 * tau + joins * (JOINED / beta_m + f_c / rate)
-        # Its own part of the passage a rank computes anyhow; the P − 1 before it are waited for.
-        transfer, meanwhile = moved + waits / rate * (work / f), f_i / rate * (work / f)
-        order = Min(1, z * P) * many * 5 * (alpha_x + (P - 1) * gamma_x) + relaid / beta_xf
-        return Pass(compute, transfer + order, transfer - _hidden(transfer, meanwhile) + order, sent + relaid, far + relaid * FAR)
 
-    return Price(way(f + more, F_f), way(BACK * f + more, F_b), TOKENS + s, 2 * s_A + relaid)
+def _reordered() -> tuple[Expr, Expr]:
+    """Tokens from a head-tail layout and back: seconds, and bytes that a rank sends, as the mean over ranks. It holds two runs,
+    each of which goes to one other rank."""
+    call = alpha_x + Min(2, P - 1) * gamma_xf
+    return Min(1, z * P) * many * (n_x * call + Min(1, (P - 1) / 2) * TOKENS / beta_xf), z * TOKENS
+
+
+def _scanned(passed: Expr, sent: Expr, far: Expr, more: Expr = NOTHING, joins: Expr = NOTHING) -> Price:
+    """What ranks do to states travels while f_i is computed; what has arrived is put together in `joins` steps of S' = A S + B.
+    `more` work tells a rank what it does."""
+    order, relaid = _reordered()
+
+    def way(work: Expr, rate: Expr, call: Expr) -> Pass:
+        compute = (work * f + more) / rate + call + joins * (JOINED / beta_m + f_c / rate)
+        exposed = passed - _hidden(passed, work * f_i / rate + call / 3)
+        return Pass(compute, passed + order, exposed + order, sent + relaid, far + relaid * FAR)
+
+    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * s_A + relaid)
+
+
+def _chained() -> Price:
+    """A state passes from rank to rank in K blocks: from the first to the last, then one block after another over the slowest
+    link or through the rank that takes longest. Each rank adds to it; a delta rule's passes through the rank's chunks.
+
+    The last rank computes f_i while it waits. A transfer is slowed where it coincides with another rank's f_i: both go
+    1 / (2 − φ) as fast.
+    """
+    order, relaid = _reordered()
+    near, slow = gamma_n + s / (K_b * beta_n), gamma_h + s / (K_b * beta_h)  # seconds of a block's hop
+
+    def way(work: Expr, rate: Expr, call: Expr) -> Pass:
+        block = (work * f_s / rate + JOINED / beta_m) / K_b
+        met = Min(1, K_b - 1) * (1 - phi) * Min(near, block)  # a block's hop coincides with the work on the next block
+        hops = many * ((P - 1 - BETWEEN) * near + BETWEEN * slow + (P - 1) * met + (K_b - 1) * (slow - _hidden(slow, block)))
+        passed = hops + (P - 1) * block
+        pace = 1 + (1 - phi) * hops / Max(passed, TINY)
+        own = (1 - phi) * Min(hops, (K_b + 1) * slow)
+        exposed = Max(own, passed - (work * f_i / rate + call / 3) / pace)
+        compute = work * f / rate + call + JOINED / beta_m
+        sent, far = n_s * s, n_s * s * BETWEEN / Max(1, P - 1)
+        return Pass(compute, passed + order, exposed + order, sent + relaid, far + relaid * FAR)
+
+    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * s_A + relaid)
 
 
 def _linear_all_to_all() -> Price:
-    moved = _exchange(x, 5)
-    relaid = z * TOKENS
-    order = Min(1, z * P) * many * 5 * (alpha_x + (P - 1) * gamma_x) + relaid / beta_xf
+    moved = _exchange(x, n_x)
+    order, relaid = _reordered()
 
-    def way(work: Expr, rate: Expr) -> Pass:
-        return Pass(work / rate + 3 * tau, moved + order, moved + order, x + relaid, (x + relaid) * FAR)
+    def way(work: Expr, rate: Expr, call: Expr) -> Pass:
+        return Pass(work * f / rate + call, moved + order, moved + order, x + relaid, (x + relaid) * FAR)
 
-    return Price(way(f, F_f), way(BACK * f, F_b), TOKENS + s, 2 * TOKENS + relaid)
+    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * TOKENS + relaid)
 
 
-BETWEEN = Max(0, P / G - 1)  # links between nodes
-DOUBLINGS = ceiling(log(P, 2))
 LINEAR_COSTS: dict[str, Price] = {
-    "all-scan": _scanned(
-        many * (P - 2 + K_b) * (gamma_h + s / (K_b * beta_h) + JOINED / (K_b * beta_m)),
-        n_s * s,
-        n_s * s * BETWEEN / Max(1, P - 1),
-        waits=many * (P - 2 + K_b) * f_s / K_b,
-    ),
+    "all-scan": _chained(),
     "log-step": _scanned(
         DOUBLINGS * (gamma_h + s_A / beta_h),
         n_A * s_A,
@@ -307,11 +337,13 @@ LINEAR_COSTS: dict[str, Price] = {
         joins=2 * DOUBLINGS * s_A / s,  # of what is before a rank, and of that with the rank itself; A too where it is a matrix
     ),
     "two-level": _scanned(
-        (G - 1) * (gamma_n + s_A / beta_n) + BETWEEN * (gamma_h + s / beta_h) + Min(1, G - 1) * gamma_n + (G - 1) * s / beta_n,
+        # The first rank hands its state round while it sends what it does, the last rank of a node while it passes the state on.
+        (G - 1) * (3 * gamma_n + (s_A + 2 * s) / beta_n)
+        + (Min(1, BETWEEN) + Max(0, BETWEEN - 1) * CROWD) * (gamma_h + s / beta_h),
         n_A * s_A + n_s * s,
         n_s * s * BETWEEN / Max(1, P - 1),
         more=f_A * many,
-        joins=(G - 1) * s_A / s + BETWEEN,
+        joins=(G - 1) * s_A / s + BETWEEN + Min(1, G - 1),
     ),
     "gather-states": _scanned(
         many * alpha_g + (P - 1) * (gamma_g + s_A / beta_g), n_A * s_A, n_A * s_A * FAR, more=f_A * many, joins=P - 1
@@ -403,7 +435,7 @@ def linear_values(strategy: str, q: LinearAttention) -> Values:
     heads = q.batch * q.heads
     own = linear_forward(q.batch, q.heads, tokens, q.key_dim, q.value_dim, q.remove, q.decays)
     numbers = (q.query_heads + q.key_heads * (1 + q.remove)) * q.key_dim + 2 * q.heads * q.value_dim + q.heads * q.decays
-    share = 1 - 1 / q.ranks if q.relaid else 0.0
+    share = states.reordered(q.seq, q.ranks) if q.relaid else 0.0
     if strategy == "all-to-all":
         own = linear_forward(q.batch, -(-q.heads // q.ranks), q.seq, q.key_dim, q.value_dim, q.remove, q.decays)
     return {
@@ -413,7 +445,7 @@ def linear_values(strategy: str, q: LinearAttention) -> Values:
         f_s: heads * tokens * 4 * q.key_dim * q.value_dim * q.remove, f_A: heads * tokens * 4 * q.key_dim**2 * q.remove,
         f_c: heads * 2 * q.key_dim**2 * q.value_dim * q.remove,
         s: q.state, s_A: q.pair, n_s: moved.states / q.ranks, n_A: moved.pairs / q.ranks,
-        x: moved.numbers * q.batch * q.itemsize / q.ranks, w: numbers * q.itemsize, z: share,
+        x: moved.numbers * q.batch * q.itemsize / q.ranks, n_x: 4 + bool(q.decays) + q.remove, w: numbers * q.itemsize, z: share,
     }  # fmt: skip
 
 

@@ -5,9 +5,10 @@ order. A message takes a sender's and a receiver's port of its level for as long
 lanes, which share it equally: a collective is a lane, hops between two ranks are another. In a lane one message follows another,
 the first in the list first. Ports send and receive at once, and levels work at once.
 
-What shares a rank slows down: `k` streams that compute take k times as long, and of a message and a computation that run at the
-same time on a rank each goes 1 / (2 − φ) as fast. Alone they would take t and w seconds: together that is t + w − φ·min(t, w), so
-the share φ of what coincides costs nothing, as `prices` counts it. A message is slowed where either of its ends computes.
+What shares a rank slows down. The compute stream stands still while another stream of its rank computes, whose work was posted
+first; k of those take k times as long. Of a message and a computation that run at the same time on a rank each goes
+1 / (2 − φ) as fast. Alone they would take t and w seconds: together that is t + w − φ·min(t, w), so the share φ of what coincides
+costs nothing, as `prices` counts it. A message is slowed where either of its ends computes.
 """
 
 from __future__ import annotations
@@ -228,8 +229,9 @@ class _Run:
     def _reprice(self, rank: int) -> None:
         """How fast what runs on a rank now goes."""
         computing, moving = self.computing[rank], self.moving[rank]
+        first = [i for i in computing if self.ops[i].stream != COMPUTE] or computing
         for i in computing:
-            self._pace(i, (self.slow if moving else 1.0) / len(computing))
+            self._pace(i, (self.slow if moving else 1.0) / len(first) if i in first else 0.0)
         for i in moving:
             op = self.ops[i]
             passing = max(self.load[op.rank, op.stream, True], self.load[op.to, op.stream, False])
@@ -241,7 +243,8 @@ class _Run:
         self.left[i] = max(0.0, self.left[i] - (self.now - self.since[i]) * self.rate[i])
         self.since[i], self.rate[i] = self.now, rate
         self.version[i] += 1
-        heapq.heappush(self.heap, (self.now + self.left[i] / rate, i, self.version[i]))
+        if rate:
+            heapq.heappush(self.heap, (self.now + self.left[i] / rate, i, self.version[i]))
 
     def _timeline(self) -> Timeline:
         stuck = [op.name for op, ended in zip(self.ops, self.ended, strict=True) if ended < 0]

@@ -6,6 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
+
+from .volumes import contiguous, head_tail
+
 Shape = Sequence[int]
 
 
@@ -88,7 +92,7 @@ def gather_states(a: LinearAttention) -> Counts:
     return Counts(pairs=a.ranks * (a.ranks - 1) // 2)
 
 
-def _shared(a: LinearAttention, rank: int, count: int) -> int:
+def shared_heads(a: LinearAttention, rank: int, count: int) -> int:
     """How many of `count` heads, which several value heads share, a rank's value heads need."""
     groups = max(1, a.heads // max(1, count))
     first, last = rank * a.heads // a.ranks, (rank + 1) * a.heads // a.ranks
@@ -99,10 +103,17 @@ def all_to_all(a: LinearAttention) -> Counts:
     """Heads of everything a token has, and of the result, change hands: (P − 1)/P of each."""
     heads = [((r + 1) * a.heads // a.ranks) - (r * a.heads // a.ranks) for r in range(a.ranks)]
     tokens = [((r + 1) * a.seq // a.ranks) - (r * a.seq // a.ranks) for r in range(a.ranks)]
-    keys = [_shared(a, r, a.query_heads) + _shared(a, r, a.key_heads) for r in range(a.ranks)]
+    keys = [shared_heads(a, r, a.query_heads) + shared_heads(a, r, a.key_heads) for r in range(a.ranks)]
     wide = 2 * a.value_dim + a.decays + (a.key_dim if a.remove else 0)
     each = [heads[to] * wide + keys[to] * a.key_dim for to in range(a.ranks)]
     return Counts(numbers=sum((a.seq - tokens[to]) * each[to] for to in range(a.ranks)))
+
+
+def reordered(seq: int, ranks: int) -> float:
+    """The share of positions that a head-tail layout leaves to another rank than contiguous order."""
+    folded, straight = head_tail(seq, ranks), contiguous(seq, ranks)
+    here = np.minimum(folded[..., 1], straight[..., 1]) - np.maximum(folded[..., 0], straight[..., 0])
+    return 1 - float(np.maximum(0, here).sum()) / seq
 
 
 LINEAR_COUNTS: dict[str, Callable[[LinearAttention], Counts]] = {

@@ -107,7 +107,7 @@ def visible_pairs(a: Attention, rows: Runs, cols: Runs) -> np.ndarray:
         return summed(t + shift) - summed(s + shift)
 
     hidden = below(-a.before - 1) if a.before is not None else 0
-    return (below(a.after) - hidden).sum((2, 3))
+    return np.asarray(below(a.after) - hidden).sum((2, 3))
 
 
 def needed_columns(a: Attention, rows: Runs, cols: Runs) -> np.ndarray:

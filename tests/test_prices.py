@@ -163,8 +163,9 @@ def test_what_hides_more_exposes_less(strategy: str, linear: bool, data: st.Data
         priced(strategy, of, dataclasses.replace(machine, overlap=dataclasses.replace(machine.overlap, value=v)))
         for v in (0, 0.5, 1)
     )
-    assert none.exposed == pytest.approx(none.communication)
-    assert none.exposed >= some.exposed >= full.exposed >= 0
+    if strategy != "all-scan":  # there the last rank only waits while others send
+        assert none.exposed == pytest.approx(none.communication)
+    assert none.communication * (1 + 1e-12) >= none.exposed >= some.exposed >= full.exposed >= 0
 
 
 @given(of=attention())
@@ -268,11 +269,13 @@ def test_heads_are_exchanged_for_less_than_blocks_from_more_than_g_plus_1_ranks(
 
 
 def test_a_chain_has_a_best_number_of_blocks() -> None:
-    """K* = √((P − 2) n / (α β)): more blocks overlap hops, and each costs its latency."""
+    """On one kind of link K* = √((P − 2) n / (α β) + (P − 1) · the same of adding to it): more blocks overlap, each costs α."""
     machine = load("a100-80")
+    machine = dataclasses.replace(machine, levels=machine.levels[1:], overlap=dataclasses.replace(machine.overlap, value=1))
     state = LinearAttention(1, 32, 32, 32, 1 << 20, 128, 128, 0, False, 2, 64)
-    hop = machine.level(64).link("p2p")
-    best = math.sqrt(62 * state.state * (1 / hop.bandwidth.value + 3 / machine.bandwidth.value) / hop.message.value)
+    hop, added = machine.level(64).link("p2p"), 3 * state.state / machine.bandwidth.value
+    # Adding to all blocks but the first hides behind their hops.
+    best = math.sqrt((62 * state.state / hop.bandwidth.value + 64 * added) / hop.message.value)
     taken = min(range(1, 200), key=lambda k: priced("all-scan", dataclasses.replace(state, blocks=k), machine).communication)
     assert taken == pytest.approx(best, abs=1)
 

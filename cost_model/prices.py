@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import sympy
 from sympy import Eq, Expr, Float, Integer, Max, Min, Piecewise, Rational, ceiling, log
@@ -108,7 +108,7 @@ class Price:
 
     @property
     def terms(self) -> list[Expr]:
-        return [*astuple(self.forward), *astuple(self.backward), self.saved, self.held]
+        return [*vars(self.forward).values(), *vars(self.backward).values(), self.saved, self.held]
 
 
 @dataclass(frozen=True)

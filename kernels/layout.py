@@ -7,6 +7,7 @@ arithmetic on these intervals; nothing here touches a tensor.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 Interval = tuple[int, int]
@@ -74,7 +75,7 @@ class Layout:
     def size(self, rank: int) -> int:
         return size(self.shards[rank])
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         return tuple(size(s) for s in self.shards)
 

@@ -15,13 +15,14 @@ from matplotlib.figure import Figure
 from autosp.cost_model.amounts import length, shown
 from autosp.cost_model.crossover import LAYOUTS, Axis, curve
 from autosp.cost_model.hardware import Hardware
+from autosp.cost_model.linear_programs import linear_ops
 from autosp.cost_model.plan import Plan
 from autosp.cost_model.plan_text import runs
 from autosp.cost_model.problem import Sizes
 from autosp.cost_model.programs import attention_ops
 from autosp.cost_model.retold import kept, kept_in
 from autosp.cost_model.simulator import simulate
-from autosp.cost_model.volumes import Attention
+from autosp.cost_model.states import LinearAttention
 
 Span = tuple[float, float]
 
@@ -149,14 +150,17 @@ def spent(plan: Plan, name: str) -> str:
         return svg(figure, name)
 
 
-def timeline(strategy: str, sizes: Attention, hardware: Hardware, dtype: str, name: str) -> str:
+def timeline(strategy: str, sizes: Sizes, hardware: Hardware, dtype: str, name: str) -> str:
     """Forward, then backward, of one site as simulated: when ranks compute, and when what they send is under way."""
     shown_ranks = min(sizes.ranks, RANKS)
     computing: list[list[Span]] = [[] for _ in range(shown_ranks)]
     sending: list[list[Span]] = [[] for _ in range(shown_ranks)]
     begin = 0.0
     for back in (False, True):
-        ops = attention_ops(strategy, sizes, back, hardware, dtype)
+        if isinstance(sizes, LinearAttention):
+            ops = linear_ops(strategy, sizes, back, hardware, dtype)
+        else:
+            ops = attention_ops(strategy, sizes, back, hardware, dtype)
         found = simulate(ops, sizes.ranks, hardware.overlap.value)
         for event in found.events:
             if event.rank < shown_ranks:

@@ -11,7 +11,6 @@ from autosp.cost_model.hardware import Hardware
 from autosp.cost_model.plan import Plan
 from autosp.cost_model.plan_text import runs, summary
 from autosp.cost_model.retold import price, sizes
-from autosp.cost_model.volumes import Attention
 from autosp.explain import crossovers, strategies
 from autosp.plan_tables import COLUMNS, NUMBERS, run_rows, title, total_rows
 
@@ -90,8 +89,7 @@ def _others(plan: Plan, hardware: Hardware, dtype: str) -> list[str]:
         for j, axis in enumerate(axes(of, hardware)[:2]):
             drawing = plots.over(axis, names, site.strategy, of, dtype, plan.layout, f"over{i}{j}")
             body.append(_figure(drawing, f"Over {axis.name}; dotted: this plan; dashed lines need the other layout."))
-        if isinstance(of, Attention):
-            drawing = plots.timeline(site.strategy, of, hardware, dtype, f"time{i}")
-            body.append(_figure(drawing, f"Forward, then backward, on the first of {of.ranks} ranks, simulated."))
+        drawing = plots.timeline(site.strategy, of, hardware, dtype, f"time{i}")
+        body.append(_figure(drawing, f"Forward, then backward, on the first of {of.ranks} ranks, simulated."))
         body += ["<ul>", *(f"<li>{escape(line)}</li>" for line in crossovers(plan, run, hardware, dtype)), "</ul>"]
     return body

@@ -77,10 +77,12 @@ def _function(expr: Expr) -> tuple[tuple[sympy.Symbol, ...], Callable[..., float
 
 
 def active(expr: Expr, values: Values) -> Expr:
-    """The formula without Min and Max, each replaced by the argument that it is equal to here; roundings by their value. Where
-    two are equal, the simpler."""
-    if not expr.has(sympy.Min, sympy.Max, sympy.ceiling, sympy.floor):
+    """The formula without Min, Max and Piecewise, each replaced by the argument that it is equal to here; roundings by their
+    value. Where two are equal, the simpler."""
+    if not expr.has(sympy.Min, sympy.Max, sympy.Piecewise, sympy.ceiling, sympy.floor):
         return expr
+    if isinstance(expr, sympy.Piecewise):
+        return next(active(piece, values) for piece, condition in expr.args if number(condition, values))
     if isinstance(expr, sympy.ceiling | sympy.floor):
         return sympy.Integer(round(number(expr, values)))
     args = [active(arg, values) for arg in expr.args]

@@ -131,7 +131,11 @@ def axes(sizes: Sizes, hardware: Hardware) -> tuple[Axis, ...]:
         now = level.link("p2p").bandwidth.value
         name = f"inside a {level.name}" if i + 1 < len(hardware.levels) else f"between {hardware.levels[max(0, i - 1)].name}s"
         place = functools.partial(_on_links, hardware, level)
-        found.append(Axis(name, "B/s", now, tuple(now * 2.0**k for k in range(-10, 7)), place))
+        # Links to nearer ranks are never the slower ones.
+        least = used[i + 1].link("p2p").bandwidth.value if i + 1 < len(used) else 0.0
+        most = used[i - 1].link("p2p").bandwidth.value if i else math.inf
+        values = {min(max(now * 2.0**k, least), most) for k in range(-10, 7)}
+        found.append(Axis(name, "B/s", now, tuple(sorted(values)), place))
     return tuple(found)
 
 
@@ -203,7 +207,10 @@ def _solved(axis: Axis, dtype: str, sizes: Sizes, about: float, ends: tuple[Poin
     difference = sympy.together(formulas[0] - formulas[1])  # type: ignore[operator]
     if not difference.has(POINT):
         return None
-    roots = sympy.Poly(sympy.numer(difference), POINT).nroots(n=15, maxsteps=200)
+    try:
+        roots = sympy.Poly(sympy.numer(difference), POINT).nroots(n=15, maxsteps=200)
+    except sympy.PolynomialError:
+        return None
     real = [float(sympy.re(r)) for r in roots if abs(sympy.im(r)) < 1e-9 * abs(r)]
     return min((r for r in real if r > 0), key=lambda r: abs(math.log(r / about)), default=None)
 

@@ -120,8 +120,10 @@ def test_terms_add_up_to_the_price(strategy: str, sizes: Sizes, ranks: int) -> N
 
 def test_the_active_side_of_a_minimum() -> None:
     x, y = sympy.symbols("x y", positive=True)
-    found = active(sympy.Min(x + 1, 3 * y) + sympy.Max(0, x - 5) + sympy.ceiling(x / 2), {x: 3.0, y: 2.0})
-    assert found == x + 1 + 2 and number(found, {x: 3.0, y: 2.0}) == 6
+    here = {x: 3.0, y: 2.0}
+    found = active(sympy.Min(x + 1, 3 * y) + sympy.Max(0, x - 5) + sympy.ceiling(x / 2), here)
+    assert found == x + 1 + 2 and number(found, here) == 6
+    assert active(sympy.Piecewise((x, x < y), (y**2, True)), here) == y**2
 
 
 # Sources ------------------------------------------------------------------------------------------

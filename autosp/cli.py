@@ -1,4 +1,4 @@
-"""The command line: `autosp check`, `plan`, `explain`, `diff`, `demo`, `hardware` and `calibrate`."""
+"""The command line: `autosp check`, `plan`, `explain`, `trace`, `diff`, `demo`, `hardware` and `calibrate`."""
 
 from __future__ import annotations
 
@@ -116,6 +116,34 @@ def explain(
     with refusals():
         made = read(plan)
         run(made, load(hardware or made.hardware).with_node(made.node), layer, console())
+
+
+@app.command()
+def trace(
+    plan: Annotated[Path, typer.Argument(help=PLAN_HELP)],
+    out: Annotated[Path, typer.Option("-o", "--out", help="the trace to write: a JSON file for ui.perfetto.dev")] = Path(
+        "trace.json"
+    ),
+    drawn: Annotated[int, typer.Option("--ranks", min=1, help="how many ranks to draw, the first ones")] = 8,
+    hardware: Annotated[str | None, typer.Option(help="the machine that was planned for, if it was a file")] = None,
+) -> None:
+    """Simulate a plan's training step, rank by rank and message by message, and draw it as a timeline.
+
+    Exit code 0: drawn. 2: the plan or its machine cannot be read.
+    """
+    from autosp.cost_model.chrome_trace import trace as draw
+    from autosp.cost_model.hardware import load
+    from autosp.cost_model.training_step import in_words, step_of
+    from autosp.plan_tables import console
+    from autosp.planning import read
+
+    with refusals():
+        made = read(plan)
+        found = step_of(made, load(hardware or made.hardware).with_node(made.node))
+        write(out, draw(found, drawn) + "\n")
+    console().print(in_words(found, made.totals), markup=False, soft_wrap=True)
+    drawing = f"{min(drawn, found.ranks)} of {found.ranks} ranks are drawn in {out}; open it at https://ui.perfetto.dev"
+    console().print(drawing, markup=False, soft_wrap=True)
 
 
 @app.command()

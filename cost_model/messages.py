@@ -92,10 +92,12 @@ class Ops:
         for rank in everyone:
             self.join(rank, [*mine[rank], *mine[(rank + 1) % self.ranks]])
 
-    def whole(self, name: str, collective: str, seconds: float) -> None:
+    def whole(self, name: str, seconds: float) -> None:
         """A collective of all ranks that is not looked into: the same seconds for everyone, once everyone is there."""
-        level = self.hardware.level(self.ranks)
-        before = tuple(self.at)
+        if self.ranks == 1:
+            self.join(0, (), seconds)
+            return
+        level, before = self.hardware.level(self.ranks), tuple(self.at)
         sent = [self.message(name, r, (r + 1) % self.ranks, seconds, level, before) for r in range(self.ranks)]
         for rank in range(self.ranks):
             self.join(rank, [sent[rank], sent[rank - 1]])

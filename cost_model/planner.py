@@ -8,7 +8,7 @@ solution.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from .errors import PlanningError
 from .hardware import Hardware
 from .plan import Plan, PlanError, Seconds, Totals
 from .prices import Cost, cost
-from .problem import LAYOUTS, SAVES, Candidate, Choice, Decision, Layer, Problem, Refused, SiteProblem
+from .problem import LAYOUTS, SAVES, Candidate, Choice, Decision, Exchange, Layer, Problem, Refused, SiteProblem, Sizes
 from .states import LinearAttention
 from .work import messages
 
@@ -31,12 +31,14 @@ WORKSPACE = 0.03  # of the memory: what the allocator and libraries keep for the
 @dataclass(frozen=True)
 class Planner:
     """Decides for one machine. memory: bytes a device that a plan may take (None: what the machine has). saves: what backward
-    may find of a layer, of `problem.SAVES`. strict: raise MemoryShort where nothing fits, else take what needs least."""
+    may find of a layer, of `problem.SAVES`. strict: raise MemoryShort where nothing fits, else take what needs least. price:
+    what a strategy costs for sizes, machine and type: in closed form, or as `training_step.simulated` has it."""
 
     hardware: Hardware
     memory: float | None = None
     saves: tuple[str, ...] = ("everything",)
     strict: bool = False
+    price: Callable[[str, Sizes, Hardware, str], Cost] = cost
 
     @property
     def budget(self) -> float:
@@ -172,7 +174,7 @@ def _ways(problem: Problem, layer: Layer, sites: Sequence[SiteProblem], layout: 
     options = [usable(problem, site, layout) for site in sites]
     for picks in itertools.product(*options):
         costs = [
-            cost(c.strategy, c.sizes, hardware, problem.dtype)
+            planner.price(c.strategy, c.sizes, hardware, problem.dtype)
             for site, i in zip(sites, picks, strict=True)
             if (c := placed(site.candidates[i], layout)).sizes is not None
         ]
@@ -295,17 +297,19 @@ def _constant_bytes(problem: Problem) -> float:
     return problem.frozen + problem.trained * (2 + ADAM / width)
 
 
+def exchange_seconds(each: Exchange, ranks: int, data_parallel: int, hardware: Hardware) -> float:
+    """All of an exchange's collectives, one after another."""
+    if ranks * data_parallel == 1:
+        return 0.0
+    level = hardware.level(ranks * (data_parallel if each.collective == "all_reduce" else 1))
+    link = level.link(each.collective)
+    latency = link.latency.value + messages(each.collective, ranks) * link.message.value
+    return each.count * latency + each.sent / (link.bandwidth.value * level.ports)
+
+
 def _elsewhere(problem: Problem, hardware: Hardware) -> float:
     """Seconds of collectives beside those of sites: nothing is taken to hide them."""
-    seconds = 0.0
-    for each in problem.exchanges:
-        if problem.ranks * problem.data_parallel > 1:
-            level = hardware.level(problem.ranks * (problem.data_parallel if each.collective == "all_reduce" else 1))
-            link = level.link(each.collective)
-            others = problem.ranks - 1
-            seconds += each.count * (link.latency.value + messages(each.collective, others + 1) * link.message.value)
-            seconds += each.sent / (link.bandwidth.value * level.ports)
-    return seconds
+    return sum(exchange_seconds(each, problem.ranks, problem.data_parallel, hardware) for each in problem.exchanges)
 
 
 def _totals(problem: Problem, best: _Solution, planner: Planner) -> Totals:
@@ -331,7 +335,7 @@ def _totals(problem: Problem, best: _Solution, planner: Planner) -> Totals:
 def _cost_of(problem: Problem, site: int, pick: int, layout: str, planner: Planner) -> Cost:
     chosen = placed(problem.sites[site].candidates[pick], layout)
     assert chosen.sizes is not None
-    return cost(chosen.strategy, chosen.sizes, planner.hardware, problem.dtype)
+    return planner.price(chosen.strategy, chosen.sizes, planner.hardware, problem.dtype)
 
 
 # Why ----------------------------------------------------------------------------------------------
@@ -354,7 +358,7 @@ def _choice(
 ) -> Choice:
     taken = placed(site.candidates[pick], best.layout)
     assert taken.sizes is not None
-    price = cost(taken.strategy, taken.sizes, planner.hardware, problem.dtype)
+    price = planner.price(taken.strategy, taken.sizes, planner.hardware, problem.dtype)
     refused = []
     for strategy in dict.fromkeys(c.strategy for c in site.candidates):
         if strategy != taken.strategy:
@@ -379,7 +383,7 @@ def _refused(
     """The strategy's best candidate, and why it was not taken."""
     own = [c for c in site.candidates if c.strategy == strategy]
     there = [placed(c, c.layout or best.layout) for c in own if not c.reason]
-    priced = [(c, cost(strategy, c.sizes, planner.hardware, problem.dtype)) for c in there if c.sizes is not None]
+    priced = [(c, planner.price(strategy, c.sizes, planner.hardware, problem.dtype)) for c in there if c.sizes is not None]
     if not priced:
         return Refused(own[0], own[0].reason)
     candidate, its = min(priced, key=lambda pair: pair[1].seconds)

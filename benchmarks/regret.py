@@ -126,6 +126,7 @@ def measured(setting: Setting, mesh: DeviceMesh, hardware: str, rounds: int, pat
         if site.strategy == strategy:
             steps[strategy], predicted[strategy] = step, 1e3 * site.seconds.total
     timings = measure(steps, rounds, patience)
+    torch._dynamo.reset()  # it would count the next setting as one more version of this one
     ms = {name: statistics.median(t.ms for t in each) for name, each in timings.items()}
     spread = {name: statistics.quantiles([t.ms for t in each], n=4) for name, each in timings.items()}
     return {

@@ -147,6 +147,7 @@ class Cost:
 # Exchanges ----------------------------------------------------------------------------------------
 
 NOTHING, ONE, TINY = Integer(0), Integer(1), Float(1e-30)
+MASKED = 0.75  # of a kernel's rate, where a mask is made and applied for each block of rows (measured on a CPU: 0.7 to 0.8)
 many = Min(1, P - 1)  # 0 on one rank
 FAR = (P - G) / Max(1, P - 1)  # of the other ranks, those in other nodes
 
@@ -386,11 +387,12 @@ def bound(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware,
     """Every symbol's value."""
     linear = isinstance(sizes, LinearAttention)
     kernel = "linear" if linear else "attention"
+    forward, backward = rates(sizes, hardware, dtype)
     values = {
         **(linear_values(strategy, sizes) if isinstance(sizes, LinearAttention) else values_of(strategy, sizes)),
         **_links(hardware, sizes.ranks, getattr(sizes, "inner", 1) if strategy == "ring-a2a" else sizes.ranks),
-        F_f: hardware.rate(f"{kernel}_forward", dtype),
-        F_b: hardware.rate(f"{kernel}_backward", dtype),
+        F_f: forward,
+        F_b: backward,
         tau: hardware.seconds_per_call(f"{kernel}_forward"),
         tau_b: hardware.seconds_per_call(f"{kernel}_backward"),
         phi: hardware.overlap.value,
@@ -402,6 +404,16 @@ def bound(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware,
         inside = hardware.level(sizes.node).link("p2p")
         values |= {G: min(sizes.node, sizes.ranks), gamma_n: inside.message.value, beta_n: inside.bandwidth.value}
     return values
+
+
+def rates(sizes: Attention | LinearAttention, hardware: Hardware, dtype: str) -> tuple[float, float]:
+    """FLOP/s forward and backward; by rows, backward with the forward that comes before it again."""
+    kernel = "linear" if isinstance(sizes, LinearAttention) else "attention"
+    forward, backward = (hardware.rate(f"{kernel}_{way}", dtype) for way in ("forward", "backward"))
+    if isinstance(sizes, LinearAttention) or not sizes.by_rows:
+        return forward, backward
+    again = (sizes.head_dim + sizes.value_dim) / (3 * sizes.head_dim + 2 * sizes.value_dim)
+    return MASKED * forward, MASKED / (again / forward + 1 / backward)
 
 
 def values_of(strategy: str, q: Attention) -> Values:
@@ -459,8 +471,9 @@ def _links(hardware: Hardware, ranks: int, group: int) -> Values:
         G: node, u: group, G_u: min(node, group),
         alpha_x: exchange.latency.value, gamma_x: near.link("all_to_all").message.value,
         gamma_xf: far.link("all_to_all").message.value,
-        beta_x: near.link("all_to_all").bandwidth.value * near.ports, beta_xf: far.link("all_to_all").bandwidth.value * far.ports,
-        alpha_g: gather.latency.value, gamma_g: gather.message.value, beta_g: gather.bandwidth.value * far.ports,
+        beta_x: near.link("all_to_all").bandwidth.value * min(near.ports, max(1, node - 1)),
+        beta_xf: far.link("all_to_all").bandwidth.value * far.ports, alpha_g: gather.latency.value, gamma_g: gather.message.value,
+        beta_g: gather.bandwidth.value * min(far.ports, max(1, ranks - 1)),
         gamma_h: hop.message.value, beta_h: hop.bandwidth.value, gamma_n: inside.message.value, beta_n: inside.bandwidth.value,
     }  # fmt: skip
 

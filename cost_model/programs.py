@@ -14,6 +14,7 @@ import numpy as np
 from . import work
 from .hardware import Hardware
 from .messages import Ops, split
+from .prices import rates
 from .simulator import Op
 from .steps import Blocks, Travel, blocks, column_bytes, travel
 from .volumes import Attention, contiguous, counted, head_tail, needed_heads, visible_pairs
@@ -179,5 +180,6 @@ def attention_ops(strategy: str, a: Attention, back: bool, hardware: Hardware, d
     kernel = "attention_backward" if back else "attention_forward"
     ops = Ops(hardware, a.ranks)
     call, memory = hardware.seconds_per_call(kernel), hardware.bandwidth.value
-    PROGRAMS[strategy](Site(ops, a, back, hardware.rate(kernel, dtype), call, memory))
+    rate = rates(a, hardware, dtype)[back]
+    PROGRAMS[strategy](Site(ops, a, back, rate, call, memory))
     return ops.ops

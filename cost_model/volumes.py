@@ -20,8 +20,9 @@ class Attention:
     Row i sees at most the columns [i − before, i + after]: (T, 0) is causal, (W − 1, 0) a window, None no limit.
     `inner` ranks exchange heads in ring × all-to-all. `latent` is the bytes of one position's keys and values where they travel
     as something smaller that they are computed from (0: they do not). `folded`: ranks hold the model's sequence in
-    head-tail layout. What has been counted on the mask at hand takes the place of what follows from the band: `moved`, rows and
-    columns sent over all ranks; `work`, pairs of the busiest rank for each head; `steps`.
+    head-tail layout. `by_rows`: no one kernel covers it; blocks of rows are computed with a mask made for each, and again before
+    their gradients are. What has been counted on the mask at hand takes the place of what follows from the band: `moved`,
+    rows and columns sent over all ranks; `work`, pairs of the busiest rank for each head; `steps`.
     """
 
     batch: int
@@ -38,6 +39,7 @@ class Attention:
     inner: int = 1
     latent: int = 0
     folded: bool = False
+    by_rows: bool = False
     moved: tuple[int, int] | None = None
     work: float | None = None
     steps: int | None = None

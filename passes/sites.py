@@ -145,6 +145,11 @@ def pairs_of_rows(region: Region, ctx: SiteContext) -> float | None:
     return max(sum(sight.pairs(rows, (0, region.columns)) for rows in shard) for shard in region.row.shards)
 
 
+def covered(region: Region, ctx: SiteContext, sights: tuple[type, ...]) -> bool:
+    """Whether torch's attention on whole rows is all of a region, under one of these masks."""
+    return region.closing.target is SDPA and isinstance(ctx.sight(region), sights)
+
+
 def _counted(region: Region, ctx: SiteContext) -> Sight | None:
     if region.closing.target is not SDPA or isinstance(ctx.sight(region), (Everything, Causal)):
         return None

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..kernels.layout import Layout
+from ..kernels.sight import Causal, Everything
 from .blockwise import BLOCKWISE, Blockwise
 from .detect import Region
 from .rules.base import Recipe
-from .sites import SiteContext, all_to_all, gather_kv, no_heads, pairs_of_all, pairs_of_rows
+from .sites import SiteContext, all_to_all, covered, gather_kv, no_heads, pairs_of_all, pairs_of_rows
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,14 @@ class Strategy:
     """One way to spread an attention over ranks; `Blockwise` is a whole family with the same members.
 
     layout: how the whole model's sequence must be held (None: in any way). lower: a region's recipe. inapplicable: why it cannot
-    be taken for a region, or None. work: pairs that the busiest rank computes for each head, where a mask says so. params:
-    its own, for the plan.
+    be taken for a region, or None. direct: masks under which one kernel covers it. work: pairs that the busiest rank computes for each head,
+    where a mask says so. params: its own, for the plan.
     """
 
     lower: Callable[[Region, SiteContext], Recipe]
     inapplicable: Callable[[Region, SiteContext], str | None]
     work: Callable[[Region, SiteContext], float | None]
+    direct: tuple[type, ...]
     layout: Callable[[int, int], Layout] | None = None
     params: tuple[tuple[str, int], ...] = ()
 
@@ -37,11 +39,11 @@ class Strategy:
 
     def counted(self, region: Region, ctx: SiteContext) -> dict[str, Any]:
         """Fields of `volumes.Attention` that are counted on the mask at hand."""
-        return {"work": self.work(region, ctx)}
+        return {"work": self.work(region, ctx), "by_rows": ctx.ranks > 1 and not covered(region, ctx, self.direct)}
 
 
 LOWERINGS: dict[str, Strategy | Blockwise] = {
-    "all-to-all": Strategy(all_to_all, no_heads, pairs_of_all),
-    "gather-kv": Strategy(gather_kv, lambda region, ctx: None, pairs_of_rows),
+    "all-to-all": Strategy(all_to_all, no_heads, pairs_of_all, (Everything, Causal)),
+    "gather-kv": Strategy(gather_kv, lambda region, ctx: None, pairs_of_rows, (Everything,)),
     **BLOCKWISE,
 }

@@ -19,8 +19,8 @@ class Strategy:
     """One way to spread an attention over ranks; `Blockwise` is a whole family with the same members.
 
     layout: how the whole model's sequence must be held (None: in any way). lower: a region's recipe. inapplicable: why it cannot
-    be taken for a region, or None. direct: masks under which one kernel covers it. work: pairs that the busiest rank computes for each head,
-    where a mask says so. params: its own, for the plan.
+    be taken for a region, or None. direct: masks under which one kernel covers it. work: pairs that the busiest rank computes
+    for each head, where a mask says so. params: its own, for the plan.
     """
 
     lower: Callable[[Region, SiteContext], Recipe]

@@ -40,7 +40,8 @@ def _rows(events: Iterable[Event], ranks: int) -> Iterator[Row]:
                 name = _free(ends.setdefault((rank, name), []), name, e)
             yield from _thread(threads, rank, name)
             row: Row = {"ph": "X", "name": e.name, "cat": "message" if e.to >= 0 else "compute", "pid": rank}
-            row |= {"tid": threads[rank, name], "ts": e.start * MICRO, "dur": (e.stop - e.start) * MICRO}
+            start, stop = round(e.start * MICRO, 3), round(e.stop * MICRO, 3)
+            row |= {"tid": threads[rank, name], "ts": start, "dur": round(stop - start, 3)}
             yield row | ({"args": other} if other else {})
 
 

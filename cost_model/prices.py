@@ -305,7 +305,7 @@ def _chained() -> Price:
 
     def way(work: Expr, rate: Expr, call: Expr) -> Pass:
         block = (work * f_s / rate + JOINED / beta_m) / K_b
-        met = Min(1, K_b - 1) * (1 - phi) * Min(near, block)  # a block's hop coincides with the work on the next block
+        met = 2 * Min(1, K_b - 1) * (1 - phi) * Min(near, block)  # with work on the next block, and the next hop with work
         hops = many * ((P - 1 - BETWEEN) * near + BETWEEN * slow + (P - 1) * met + (K_b - 1) * (slow - _hidden(slow, block)))
         passed = hops + (P - 1) * block
         pace = 1 + (1 - phi) * hops / Max(passed, TINY)

@@ -98,7 +98,7 @@ def _gather_kv(site: Site) -> None:
     for name, share in shares.items():
         ops.around(f"{site.way}: {name} from everyone", "all_gather", each * share)
     for rank in range(a.ranks):
-        ops.compute(rank, f"{site.way}: rows of rank {rank}", site.seconds(pairs[rank], a.q_heads))
+        ops.compute(rank, f"{site.way}: rows of rank {rank}", site.seconds(float(pairs[rank]), a.q_heads))
     for name, share in shares.items() if site.back else ():
         ops.around(f"{site.way}: gradients of {name} to everyone", "reduce_scatter", each * share)
 
@@ -118,7 +118,7 @@ def _travelling(site: Site, strategy: str) -> None:
     for turn in range(count + 1 if count > 1 else 1):
         posted = list(ops.at)
         for rank in range(a.ranks):
-            if turn < count and (seconds := site.seconds(steps.work[turn, rank // near], q[rank % near])):
+            if turn < count and (seconds := site.seconds(float(steps.work[turn, rank // near]), q[rank % near])):
                 more = site.merged if count > 1 else 0.0
                 ops.compute(rank, f"{site.way}: block {turn + 1} of {count}", seconds + more)
         landed: list[list[int]] = [[] for _ in range(a.ranks)]

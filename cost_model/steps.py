@@ -69,7 +69,7 @@ def _halfway(a: Attention, places: int) -> Travel:
                 columns[t, r] = length[other] if t else 0.0
             else:
                 work[t, r] = whole[other, r] * share
-                rows[t, r] = length[other] * share
+                rows[t, r] = length[other] * share // 1
     return Travel(tuple(range(steps)), work, columns, rows)
 
 
@@ -124,20 +124,22 @@ class Loads:
 
 
 def loads(steps: Travel, size: Blocks, node: int, share: float) -> Loads:
-    """Of blocks of `size`. Bytes between `node` neighbouring places count as that `share` of bytes between others."""
+    """Of blocks of `size`. Bytes between `node` neighbouring places, which pass ports of their own, count as that `share`
+    of bytes between others."""
     count = len(steps.distances) - 1
     if not count:
         return Loads(0.0, 0.0, 0.0)
     own = np.arange(steps.places)
-    far = [own // node != (own - t) % steps.places // node for t in steps.distances]
-    weight = np.where(far, 1.0, share) if steps.places > node else np.ones((count + 1, steps.places))
-    there = (steps.columns * size.column + steps.rows * size.row) * weight
-    back = (steps.columns * size.column_back + steps.rows * size.row_back) * weight
+    near = np.array([own // node == (own - t) % steps.places // node for t in steps.distances]) & (steps.places > node)
+    there = np.where(near, share, 1.0) * (steps.columns * size.column + steps.rows * size.row)
+    back = np.where(near, share, 1.0) * (steps.columns * size.column_back + steps.rows * size.row_back)
     both = []
     for turn in range(2, count):
         come, go = steps.distances[turn + 1], steps.distances[turn - 1]
-        receives = there[turn + 1] + np.roll(back[turn - 1], -go)
-        sends = np.roll(there[turn + 1], -come) + back[turn - 1]
-        both.append(max(receives.max(), sends.max()))
+        passed = []
+        for level in (near, ~near):
+            coming, going = there[turn + 1] * level[turn + 1], back[turn - 1] * level[turn - 1]
+            passed += [coming + np.roll(going, -go), np.roll(coming, -come) + going]  # received, sent
+        both.append(np.max(passed))
     first, last = (float(x[1:].max(1).mean()) for x in (there, back))
     return Loads(first, last, float(np.mean(both)) if both else first + last)

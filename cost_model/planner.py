@@ -152,8 +152,9 @@ def placed(candidate: Candidate, layout: str) -> Candidate:
     an attention that lets every rank compute its own rows computes others."""
     if layout == "contiguous" or candidate.sizes is None:
         return candidate
-    other = {"relaid": True} if isinstance(candidate.sizes, LinearAttention) else {"folded": True}
-    return replace(candidate, sizes=replace(candidate.sizes, **other))
+    if isinstance(candidate.sizes, LinearAttention):
+        return replace(candidate, sizes=replace(candidate.sizes, relaid=True))
+    return replace(candidate, sizes=replace(candidate.sizes, folded=True))
 
 
 def usable(problem: Problem, site: SiteProblem, layout: str) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..cost_model.plan import Fallback, Plan, Site
-from ..cost_model.problem import Decide, Decision, Problem
+from ..cost_model.problem import SAVES, Decide, Decision, Problem
 from ..kernels.errors import AutospError
 from ..kernels.layout import Layout, contiguous, head_tail
 from ..kernels.linear import TOKENS
@@ -255,6 +255,12 @@ def _plan(
     notes = [f"{source_line(n)} was not taken as one attention: {why}" for n, why in made.refused.items()]
     if not layouts:
         notes.append("nothing could be split along a sequence: every rank computes everything")
+    less = sum(site.saved != SAVES[0] for site in sites)
+    if less:
+        notes.append(
+            f"{less} sites are planned with less kept for backward than everything; autosp does not recompute layers by itself yet: "
+            "put those in torch.utils.checkpoint, or call gradient_checkpointing_enable()"
+        )
     names: list[str] = []
     for node, placement in decisions.outputs[len(captured.mutated) :]:
         names.append(f"{_shape_text(node)} {placement}")

@@ -258,8 +258,8 @@ def _plan(
     less = sum(site.saved != SAVES[0] for site in sites)
     if less:
         notes.append(
-            f"{less} sites are planned with less kept for backward than everything; autosp does not recompute layers by itself yet: "
-            "put those in torch.utils.checkpoint, or call gradient_checkpointing_enable()"
+            f"{less} sites are planned with less than everything kept for backward; autosp does not recompute layers by itself "
+            "yet: put those in torch.utils.checkpoint, or call gradient_checkpointing_enable()"
         )
     names: list[str] = []
     for node, placement in decisions.outputs[len(captured.mutated) :]:

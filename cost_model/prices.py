@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import sympy
-from sympy import Eq, Expr, Float, Integer, Max, Min, Piecewise, Rational, ceiling, log
+from sympy import Expr, Integer, Max, Rational
 
 from . import states, steps, volumes
 from .hardware import Hardware
+from .linear_prices import BACK, LINEAR_COSTS
+from .price import Pass, Price, many
+from .softmax_prices import COSTS, TRAVELLING
 from .states import LinearAttention
 from .symbols import (
     N_0,
@@ -83,32 +86,7 @@ from .volumes import Attention
 from .work import CHUNK, linear_forward, linear_meanwhile
 
 Values = dict[sympy.Symbol, float]
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One direction. Seconds of the busiest rank: `compute`, `communication`, and as much of it as is `exposed`, not hidden
-    behind computation. Bytes one rank sends, as the mean over ranks: `sent`, and `far` of them to other nodes."""
-
-    compute: Expr
-    communication: Expr
-    exposed: Expr
-    sent: Expr
-    far: Expr
-
-
-@dataclass(frozen=True)
-class Price:
-    """A strategy's row. Bytes on a rank: `saved` from forward for backward, `held` at most while it runs beside them."""
-
-    forward: Pass
-    backward: Pass
-    saved: Expr
-    held: Expr
-
-    @property
-    def terms(self) -> list[Expr]:
-        return [*vars(self.forward).values(), *vars(self.backward).values(), self.saved, self.held]
+MASKED = 0.75  # of a kernel's rate, where a mask is made and applied for each block of rows (measured on a CPU: 0.7 to 0.8)
 
 
 @dataclass(frozen=True)
@@ -142,215 +120,6 @@ class Cost:
     @property
     def sent(self) -> tuple[int, int]:
         return round(self.forward[3]), round(self.backward[3])
-
-
-# Exchanges ----------------------------------------------------------------------------------------
-
-NOTHING, ONE, TINY = Integer(0), Integer(1), Float(1e-30)
-MASKED = 0.75  # of a kernel's rate, where a mask is made and applied for each block of rows (measured on a CPU: 0.7 to 0.8)
-many = Min(1, P - 1)  # 0 on one rank
-FAR = (P - G) / Max(1, P - 1)  # of the other ranks, those in other nodes
-
-
-def _exchange(sent: Expr, count: Expr) -> Expr:
-    """`count` all-to-alls among u ranks in which a rank sends `sent` bytes: links inside and between nodes are used at once."""
-    others = Max(1, u - 1)
-    near, far = (G_u - 1) / others, (u - G_u) / others
-    inside = count * (G_u - 1) * gamma_x + sent * near / beta_x
-    return Min(1, u - 1) * count * alpha_x + Max(inside, count * (u - G_u) * gamma_xf + sent * far / beta_xf)
-
-
-def _gathers(sent: Expr, count: int) -> Expr:
-    """`count` all-gathers or reduce-scatters, around a ring."""
-    return many * count * alpha_g + count * (P - 1) * gamma_g + sent / beta_g
-
-
-@dataclass(frozen=True)
-class Turns:
-    """What a rank computes in the first step, in each of those between and in the last, and bytes of a step that its busiest port
-    passes: of blocks, of results, of both at once."""
-
-    first: Expr
-    middle: Expr
-    last: Expr
-    blocks: Expr
-    results: Expr
-    both: Expr
-
-    def priced(self) -> tuple[Expr, Expr]:
-        """Seconds of all transfers, and as many of them as are not hidden. Blocks of step i + 1 and results of step i − 1 travel
-        while step i is computed; nothing hides the results of the last step."""
-        back = Min(1, self.results) * gamma_h
-        come, go = gamma_h + self.blocks / beta_h, back + self.results / beta_h
-        both = gamma_h + back + self.both / beta_h
-        once, twice, more = Min(1, n), Min(1, Max(0, n - 1)), Max(0, n - 2)
-        moved = (once + twice) * (come + go) + more * both
-        hidden = once * _hidden(come, self.first) + twice * (_hidden(come, self.middle) + _hidden(go, self.last))
-        return moved, moved - hidden - more * _hidden(both, self.middle)
-
-
-def _hidden(transfer: Expr, work: Expr) -> Expr:
-    return phi * Min(transfer, work)
-
-
-# Softmax attention --------------------------------------------------------------------------------
-
-PAIR_F, PAIR_B = 2 * B * (D + D_v), 2 * B * (3 * D + 2 * D_v)  # FLOP of a (query, key, head): two products, and five
-ROWS = S / P * B * H  # (query, head) pairs of a rank
-MERGED_F = 3 * a * ROWS * D_v  # bytes read and written where a block's result is added: twice read, once written
-MERGED_B = 3 * a * (ROWS * D + T / P * B * H_kv * (D + D_v))  # dq; dk and dv
-SAVED = ROWS * (D * e + D_v * e + a) + T / P * B * H_kv * (D + D_v) * e  # q, out, log-sum-exp; k, v
-ON_HEADS = (D + D_v) * B * e  # bytes of an exchanged (position, head): q and out, or k and v
-
-
-PAIRS = {"forward": (PAIR_F / F_f, tau), "backward": (PAIR_B / F_b, tau_b)}  # seconds of one, and of a call
-
-
-def _all_to_all() -> Price:
-    forward, backward = (N * each + call for each, call in PAIRS.values())
-    sent, moved = x * ON_HEADS, _exchange(x * ON_HEADS, 4)
-    far = sent * FAR
-    again = Max(0, P / H_kv - 1) * T / P * B * H_kv * (D + D_v) * e  # key/value heads that several ranks need
-    return Price(Pass(forward, moved, moved, sent, far), Pass(backward, moved, moved, sent, far), SAVED + again, 2 * SAVED)
-
-
-def _gather_kv() -> Price:
-    forward, backward = (N * each + call for each, call in PAIRS.values())
-    once, back = _gathers(m * c, 2), _gathers(2 * m * c, 4)
-    whole = T * B * H_kv * (D + D_v) * e
-    return Price(
-        Pass(forward, once, once, m * c, m * c * FAR),
-        Pass(backward, back, back, 2 * m * c, 2 * m * c * FAR),
-        SAVED,
-        whole * (1 + a / e),
-    )
-
-
-def _travelling(exchanged: bool = False) -> Price:
-    """Keys and values of m positions, and queries of r, travel in n steps; results, and backward gradients in the type they
-    are summed in, go back. Each step's transfer runs while the step before is computed."""
-    query = r * B * H
-    sent = m * c + query * (D * e + D_v * a + a)
-    back = m * c * (1 + a / e) + query * (D * e + D_v * e + 2 * a + D * a)
-    far = Min(1, (P - G) / Max(1, P - u)) if exchanged else FAR  # ranks that take the same heads are u apart
-    heads = _exchange(x * ON_HEADS, 4) if exchanged else Integer(0)
-    extra = x * ON_HEADS if exchanged else Integer(0)
-
-    def way(direction: str, merged: Expr, bytes_sent: Expr, passed: tuple[Expr, Expr, Expr]) -> Pass:
-        each, call = PAIRS[direction]
-        call += merged * Min(1, n)  # nothing to merge where one block is all
-        between = (N - N_0 - N_l) / Max(1, n - 1)
-        moved, exposed = Turns(N_0 * each + call, between * each + call, N_l * each + call, *passed).priced()
-        away = bytes_sent * far + extra * (u - G_u) / Max(1, u - 1)
-        return Pass(N * each + (1 + n) * call, heads + moved, heads + exposed, extra + bytes_sent, away)
-
-    block = T / P * B * H_kv * (D + D_v) * e
-    forward = way("forward", MERGED_F / beta_m, sent, (b_f, g_f, d_f))
-    return Price(forward, way("backward", MERGED_B / beta_m, back, (b_b, g_b, d_b)), SAVED, 2 * block * (1 + a / e))
-
-
-TRAVELLING = ("halo", "ring", "balanced-ring", "ring-a2a")
-COSTS: dict[str, Price] = {
-    "all-to-all": _all_to_all(),
-    "gather-kv": _gather_kv(),
-    "halo": _travelling(),
-    "ring": _travelling(),
-    "balanced-ring": _travelling(),
-    "ring-a2a": _travelling(exchanged=True),
-}
-
-# Linear attention ---------------------------------------------------------------------------------
-
-TOKENS = B * w * T / P  # bytes of a rank's tokens
-BACK = Rational(5, 2)  # work of backward ÷ work of forward
-JOINED = 3 * s  # bytes read and written to make S' = A S + B: S and B read, S' written
-
-
-BETWEEN = Max(0, P / G - 1)  # links between nodes
-DOUBLINGS = ceiling(log(P, 2))
-# Messages that share a port where nodes have no links of their own; and for how many hops a state between nodes then counts.
-CROWD = Piecewise((G, Eq(beta_h, beta_n)), (1, True))
-PASSED_ON = Min(1, BETWEEN) + Max(0, BETWEEN - 1) * CROWD
-
-
-def _reordered() -> tuple[Expr, Expr]:
-    """Tokens from a head-tail layout and back: seconds, and bytes that a rank sends, as the mean over ranks. It holds two runs,
-    each of which goes to one other rank."""
-    call = alpha_x + Min(2, P - 1) * gamma_xf
-    return Min(1, z * P) * many * (n_x * call + Min(1, (P - 1) / 2) * TOKENS / beta_xf), z * TOKENS
-
-
-def _scanned(passed: Expr, sent: Expr, far: Expr, more: Expr = NOTHING, joins: Expr = NOTHING) -> Price:
-    """What ranks do to states travels while f_i is computed; what has arrived is put together in `joins` steps of S' = A S + B.
-    `more` work tells a rank what it does."""
-    order, relaid = _reordered()
-
-    def way(work: Expr, rate: Expr, call: Expr) -> Pass:
-        compute = (work * f + more) / rate + call + joins * (JOINED / beta_m + f_c / rate)
-        exposed = passed - _hidden(passed, work * f_i / rate + call / 3)
-        return Pass(compute, passed + order, exposed + order, sent + relaid, far + relaid * FAR)
-
-    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * s_A + relaid)
-
-
-def _chained() -> Price:
-    """A state passes from rank to rank in K blocks: from the first to the last, then one block after another over the slowest
-    link or through the rank that takes longest. Each rank adds to it; a delta rule's passes through the rank's chunks.
-
-    The last rank computes f_i while it waits. A transfer is slowed where it coincides with another rank's f_i: both go
-    1 / (2 − φ) as fast.
-    """
-    order, relaid = _reordered()
-    near, slow = gamma_n + s / (K_b * beta_n), gamma_h + s / (K_b * beta_h)  # seconds of a block's hop
-
-    def way(work: Expr, rate: Expr, call: Expr) -> Pass:
-        block = (work * f_s / rate + JOINED / beta_m) / K_b
-        met = 2 * Min(1, K_b - 1) * (1 - phi) * Min(near, block)  # with work on the next block, and the next hop with work
-        hops = many * ((P - 1 - BETWEEN) * near + BETWEEN * slow + (P - 1) * met + (K_b - 1) * (slow - _hidden(slow, block)))
-        passed = hops + (P - 1) * block
-        pace = 1 + (1 - phi) * hops / Max(passed, TINY)
-        own = (1 - phi) * Min(hops, (K_b + 1) * slow)
-        exposed = Max(own, passed - (work * f_i / rate + call / 3) / pace)
-        compute = work * f / rate + call + JOINED / beta_m
-        sent, far = n_s * s, n_s * s * BETWEEN / Max(1, P - 1)
-        return Pass(compute, passed + order, exposed + order, sent + relaid, far + relaid * FAR)
-
-    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * s_A + relaid)
-
-
-def _linear_all_to_all() -> Price:
-    moved = _exchange(x, n_x)
-    order, relaid = _reordered()
-
-    def way(work: Expr, rate: Expr, call: Expr) -> Pass:
-        return Pass(work * f / rate + call, moved + order, moved + order, x + relaid, (x + relaid) * FAR)
-
-    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * TOKENS + relaid)
-
-
-LINEAR_COSTS: dict[str, Price] = {
-    "all-scan": _chained(),
-    "log-step": _scanned(
-        DOUBLINGS * (gamma_h + s_A / beta_h),
-        n_A * s_A,
-        n_A * s_A * FAR,
-        more=f_A * many,
-        joins=2 * DOUBLINGS * s_A / s,  # of what is before a rank, and of that with the rank itself; A too where it is a matrix
-    ),
-    "two-level": _scanned(
-        # The first rank hands its state round while it sends what it does, the last rank of a node while it passes the state on.
-        (G - 1) * (3 * gamma_n + (s_A + 2 * s) / beta_n)
-        + (Min(1, BETWEEN) + Max(0, BETWEEN - 1) * CROWD) * (gamma_h + s / beta_h),
-        n_A * s_A + n_s * s,
-        n_s * s * BETWEEN / Max(1, P - 1),
-        more=f_A * many,
-        joins=(G - 1) * s_A / s + BETWEEN + Min(1, G - 1),
-    ),
-    "gather-states": _scanned(
-        many * alpha_g + (P - 1) * (gamma_g + s_A / beta_g), n_A * s_A, n_A * s_A * FAR, more=f_A * many, joins=P - 1
-    ),
-    "all-to-all": _linear_all_to_all(),
-}
 
 
 # Numbers ------------------------------------------------------------------------------------------
@@ -508,4 +277,4 @@ def textbook(strategy: str, causal: bool = True) -> Mapping[sympy.Symbol, Expr]:
     return {**zero, **rows[strategy]}
 
 
-__all__ = ["COSTS", "LINEAR_COSTS", "Cost", "Pass", "Price", "bound", "cost", "sent", "textbook"]
+__all__ = ["BACK", "COSTS", "LINEAR_COSTS", "Cost", "Pass", "Price", "bound", "cost", "sent", "textbook"]

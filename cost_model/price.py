@@ -1,0 +1,73 @@
+"""What a row of prices is, and what rows have in common: collectives, and what hides behind computation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sympy import Expr, Float, Integer, Max, Min
+
+from .symbols import (
+    G,
+    G_u,
+    P,
+    alpha_g,
+    alpha_x,
+    beta_g,
+    beta_x,
+    beta_xf,
+    gamma_g,
+    gamma_x,
+    gamma_xf,
+    phi,
+    u,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One direction. Seconds of the busiest rank: `compute`, `communication`, and as much of it as is `exposed`, not hidden
+    behind computation. Bytes one rank sends, as the mean over ranks: `sent`, and `far` of them to other nodes."""
+
+    compute: Expr
+    communication: Expr
+    exposed: Expr
+    sent: Expr
+    far: Expr
+
+
+@dataclass(frozen=True)
+class Price:
+    """A strategy's row. Bytes on a rank: `saved` from forward for backward, `held` at most while it runs beside them."""
+
+    forward: Pass
+    backward: Pass
+    saved: Expr
+    held: Expr
+
+    @property
+    def terms(self) -> list[Expr]:
+        return [*vars(self.forward).values(), *vars(self.backward).values(), self.saved, self.held]
+
+
+# Shared -------------------------------------------------------------------------------------------
+
+NOTHING, ONE, TINY = Integer(0), Integer(1), Float(1e-30)
+many = Min(1, P - 1)  # 0 on one rank
+FAR = (P - G) / Max(1, P - 1)  # of the other ranks, those in other nodes
+
+
+def exchange(sent: Expr, count: Expr) -> Expr:
+    """`count` all-to-alls among u ranks in which a rank sends `sent` bytes: links inside and between nodes are used at once."""
+    others = Max(1, u - 1)
+    near, far = (G_u - 1) / others, (u - G_u) / others
+    inside = count * (G_u - 1) * gamma_x + sent * near / beta_x
+    return Min(1, u - 1) * count * alpha_x + Max(inside, count * (u - G_u) * gamma_xf + sent * far / beta_xf)
+
+
+def gathers(sent: Expr, count: int) -> Expr:
+    """`count` all-gathers or reduce-scatters, around a ring."""
+    return many * count * alpha_g + count * (P - 1) * gamma_g + sent / beta_g
+
+
+def hidden(transfer: Expr, work: Expr) -> Expr:
+    return phi * Min(transfer, work)

@@ -1,0 +1,131 @@
+"""Seconds and bytes of each strategy of a softmax attention: one row a strategy in `COSTS`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sympy import Expr, Integer, Max, Min
+
+from .price import FAR, Pass, Price, exchange, gathers, hidden
+from .symbols import (
+    N_0,
+    B,
+    D,
+    D_v,
+    F_b,
+    F_f,
+    G,
+    G_u,
+    H,
+    H_kv,
+    N,
+    N_l,
+    P,
+    S,
+    T,
+    a,
+    b_b,
+    b_f,
+    beta_h,
+    beta_m,
+    c,
+    d_b,
+    d_f,
+    e,
+    g_b,
+    g_f,
+    gamma_h,
+    m,
+    n,
+    r,
+    tau,
+    tau_b,
+    u,
+    x,
+)  # fmt: skip
+
+PAIR_F, PAIR_B = 2 * B * (D + D_v), 2 * B * (3 * D + 2 * D_v)  # FLOP of a (query, key, head): two products, and five
+ROWS = S / P * B * H  # (query, head) pairs of a rank
+MERGED_F = 3 * a * ROWS * D_v  # bytes read and written where a block's result is added: twice read, once written
+MERGED_B = 3 * a * (ROWS * D + T / P * B * H_kv * (D + D_v))  # dq; dk and dv
+SAVED = ROWS * (D * e + D_v * e + a) + T / P * B * H_kv * (D + D_v) * e  # q, out, log-sum-exp; k, v
+ON_HEADS = (D + D_v) * B * e  # bytes of an exchanged (position, head): q and out, or k and v
+PAIRS = {"forward": (PAIR_F / F_f, tau), "backward": (PAIR_B / F_b, tau_b)}  # seconds of one, and of a call
+
+
+def _all_to_all() -> Price:
+    forward, backward = (N * each + call for each, call in PAIRS.values())
+    sent, moved = x * ON_HEADS, exchange(x * ON_HEADS, 4)
+    far = sent * FAR
+    again = Max(0, P / H_kv - 1) * T / P * B * H_kv * (D + D_v) * e  # key/value heads that several ranks need
+    return Price(Pass(forward, moved, moved, sent, far), Pass(backward, moved, moved, sent, far), SAVED + again, 2 * SAVED)
+
+
+def _gather_kv() -> Price:
+    forward, backward = (N * each + call for each, call in PAIRS.values())
+    once, back = gathers(m * c, 2), gathers(2 * m * c, 4)
+    whole = T * B * H_kv * (D + D_v) * e
+    return Price(
+        Pass(forward, once, once, m * c, m * c * FAR),
+        Pass(backward, back, back, 2 * m * c, 2 * m * c * FAR),
+        SAVED,
+        whole * (1 + a / e),
+    )
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a rank computes in the first step, in each of those between and in the last, and bytes of a step that its busiest port
+    passes: of blocks, of results, of both at once."""
+
+    first: Expr
+    middle: Expr
+    last: Expr
+    blocks: Expr
+    results: Expr
+    both: Expr
+
+    def priced(self) -> tuple[Expr, Expr]:
+        """Seconds of all transfers, and as many of them as are not hidden. Blocks of step i + 1 and results of step i − 1 travel
+        while step i is computed; nothing hides the results of the last step."""
+        back = Min(1, self.results) * gamma_h
+        come, go = gamma_h + self.blocks / beta_h, back + self.results / beta_h
+        both = gamma_h + back + self.both / beta_h
+        once, twice, more = Min(1, n), Min(1, Max(0, n - 1)), Max(0, n - 2)
+        moved = (once + twice) * (come + go) + more * both
+        behind = once * hidden(come, self.first) + twice * (hidden(come, self.middle) + hidden(go, self.last))
+        return moved, moved - behind - more * hidden(both, self.middle)
+
+
+def _travelling(exchanged: bool = False) -> Price:
+    """Keys and values of m positions, and queries of r, travel in n steps; results, and backward gradients in the type they
+    are summed in, go back. Each step's transfer runs while the step before is computed."""
+    query = r * B * H
+    sent = m * c + query * (D * e + D_v * a + a)
+    back = m * c * (1 + a / e) + query * (D * e + D_v * e + 2 * a + D * a)
+    far = Min(1, (P - G) / Max(1, P - u)) if exchanged else FAR  # ranks that take the same heads are u apart
+    heads = exchange(x * ON_HEADS, 4) if exchanged else Integer(0)
+    extra = x * ON_HEADS if exchanged else Integer(0)
+
+    def way(direction: str, merged: Expr, bytes_sent: Expr, passed: tuple[Expr, Expr, Expr]) -> Pass:
+        each, call = PAIRS[direction]
+        call += merged * Min(1, n)  # nothing to merge where one block is all
+        between = (N - N_0 - N_l) / Max(1, n - 1)
+        moved, exposed = Turns(N_0 * each + call, between * each + call, N_l * each + call, *passed).priced()
+        away = bytes_sent * far + extra * (u - G_u) / Max(1, u - 1)
+        return Pass(N * each + (1 + n) * call, heads + moved, heads + exposed, extra + bytes_sent, away)
+
+    block = T / P * B * H_kv * (D + D_v) * e
+    forward = way("forward", MERGED_F / beta_m, sent, (b_f, g_f, d_f))
+    return Price(forward, way("backward", MERGED_B / beta_m, back, (b_b, g_b, d_b)), SAVED, 2 * block * (1 + a / e))
+
+
+TRAVELLING = ("halo", "ring", "balanced-ring", "ring-a2a")
+COSTS: dict[str, Price] = {
+    "all-to-all": _all_to_all(),
+    "gather-kv": _gather_kv(),
+    "halo": _travelling(),
+    "ring": _travelling(),
+    "balanced-ring": _travelling(),
+    "ring-a2a": _travelling(exchanged=True),
+}

@@ -18,7 +18,7 @@ from autosp.cost_model.hardware import Hardware
 from autosp.cost_model.plan import Plan, PlanError, Site
 from autosp.cost_model.plan_text import Run, heads, runs, way
 from autosp.cost_model.prices import bound
-from autosp.cost_model.problem import Sizes
+from autosp.cost_model.problem import Sizes, sizes_of
 from autosp.cost_model.retold import price, sizes
 from autosp.cost_model.sources import source
 from autosp.cost_model.states import LinearAttention
@@ -97,36 +97,36 @@ class _Explained:
 
 def crossovers(plan: Plan, run: Run, hardware: Hardware, dtype: str) -> Iterator[str]:
     """One line for each crossing: in the plan's layout, then in any, where that is not the same."""
-    of = sizes(run.site)
-    names, left_out = strategies(run.site, hardware, dtype)
-    here = [n for n in names if LAYOUTS.get(n, plan.layout) == plan.layout]
-    for axis in axes(of, hardware):
-        told = list(said(crossings(here, of, axis, dtype), axis))
-        if len(here) < len(names):
-            free = said(crossings(names, of, axis, dtype), axis)
+    ways, left_out = strategies(run.site, hardware, dtype)
+    here = {name: of for name, of in ways.items() if LAYOUTS.get(name, plan.layout) == plan.layout}
+    for axis in axes(ways[run.site.strategy], hardware):
+        told = list(said(crossings(here, axis, dtype), axis))
+        if len(here) < len(ways):
+            free = said(crossings(ways, axis, dtype), axis)
             told += [f"{line}, if the model may have any layout" for line in free if line not in told]
         span = _at(axis, axis.values[0]), _at(axis, axis.values[-1])
         yield from told or [f"{run.site.strategy} wins everywhere from {span[0]} to {span[1]}"]
     yield from left_out
 
 
-def strategies(site: Site, hardware: Hardware, dtype: str) -> tuple[list[str], list[str]]:
-    """Those that apply and whose price at the plan's own sizes is the plan's; and why others are left out. Linear attention's
-    need of heads and of two levels depends on the ranks alone."""
-    of = sizes(site)
-    told = {site.strategy: site.seconds.total} | {r.strategy: r.seconds for r in site.rejected if r.seconds is not None}
-    if isinstance(of, LinearAttention) and site.kind == "linear attention":
-        told |= {name: 0.0 for name in ("all-to-all", "two-level") if name not in told}
-    names: list[str] = []
+def strategies(site: Site, hardware: Hardware, dtype: str) -> tuple[dict[str, Sizes], list[str]]:
+    """With their sizes, those that apply and whose price from sizes alone is the plan's; and why others are left out. Linear
+    attention's need of heads and of two levels depends on the ranks alone."""
+    ways = {site.strategy: sizes(site)}
     left_out: list[str] = []
-    for name, seconds in told.items():
-        found = best(name, of, hardware, dtype)
-        if found and seconds and name != site.strategy and abs(found.seconds / seconds - 1) > ALIKE:
-            prices = f"from its sizes alone it would take {shown(found.seconds, 's')}, the plan says {shown(seconds, 's')}"
-            left_out.append(f"{name} is not compared: {prices}")
+    for r in site.rejected:
+        of = sizes_of(r.sizes)
+        if of is None or r.seconds is None:
+            continue
+        found = best(r.strategy, of, hardware, dtype)
+        if found and abs(found.seconds / r.seconds - 1) > ALIKE:
+            prices = f"from its sizes alone it would take {shown(found.seconds, 's')}, the plan says {shown(r.seconds, 's')}"
+            left_out.append(f"{r.strategy} is not compared: {prices}")
         else:
-            names.append(name)
-    return names, left_out
+            ways[r.strategy] = of
+    if site.kind == "linear attention":
+        ways |= {name: sizes(site) for name in ("all-to-all", "two-level") if name not in ways}
+    return ways, left_out
 
 
 def said(found: Iterable[Crossing], axis: Axis) -> Iterator[str]:

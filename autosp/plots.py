@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib
 
@@ -56,10 +56,10 @@ def svg(figure: Figure, name: str) -> str:
     return text.replace(INK, "currentColor").strip()
 
 
-def over(axis: Axis, strategies: Sequence[str], chosen: str, sizes: Sizes, dtype: str, layout: str, name: str) -> str:
+def over(axis: Axis, ways: Mapping[str, Sizes], chosen: str, dtype: str, layout: str, name: str) -> str:
     """Each strategy's time as a multiple of the fastest's along an axis; dashed where the model would need another layout; a
     line where the plan is. Seconds of the fastest stand below the axis."""
-    curves = {strategy: curve(strategy, sizes, axis, dtype) for strategy in strategies}
+    curves = {strategy: curve(strategy, sizes, axis, dtype) for strategy, sizes in ways.items()}
     fastest = [min((p.seconds for p in column if p), default=math.nan) for column in zip(*curves.values(), strict=True)]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.6, 3.0))

@@ -84,10 +84,10 @@ def _others(plan: Plan, hardware: Hardware, dtype: str) -> list[str]:
         site = run.site
         of = sizes(site)
         price(site, hardware, dtype)
-        names, _ = strategies(site, hardware, dtype)
+        ways, _ = strategies(site, hardware, dtype)
         body.append(f"<h2>{escape(run.name)}: {escape(site.kind)} by {escape(site.strategy)}</h2>")
         for j, axis in enumerate(axes(of, hardware)[:2]):
-            drawing = plots.over(axis, names, site.strategy, of, dtype, plan.layout, f"over{i}{j}")
+            drawing = plots.over(axis, ways, site.strategy, dtype, plan.layout, f"over{i}{j}")
             body.append(_figure(drawing, f"Over {axis.name}; dotted: this plan; dashed lines need the other layout."))
         drawing = plots.timeline(site.strategy, of, hardware, dtype, f"time{i}")
         body.append(_figure(drawing, f"Forward, then backward, on the first of {of.ranks} ranks, simulated."))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -80,10 +80,9 @@ def variants(strategy: str, sizes: Sizes) -> list[Sizes]:
         return [] if strategy == "all-to-all" and sizes.heads < sizes.ranks else [sizes]
     if strategy in LAYOUTS and sizes.q_seq < sizes.ranks:
         return []
-    plain = replace(sizes.banded, inner=1, latent=0 if strategy in ("gather-kv", "ring-a2a", "all-to-all") else sizes.latent)
     if strategy == "ring-a2a":
-        return [replace(plain, inner=u) for u in head_groups(plain.ranks, plain.q_heads)]
-    return [plain]
+        return [replace(sizes.banded, inner=u) for u in head_groups(sizes.ranks, sizes.q_heads)]
+    return [sizes.banded]
 
 
 def best(strategy: str, sizes: Sizes, hardware: Hardware, dtype: str) -> Point | None:
@@ -163,32 +162,38 @@ def curve(strategy: str, sizes: Sizes, axis: Axis, dtype: str) -> list[Point | N
 # Crossings ----------------------------------------------------------------------------------------
 
 
-def crossings(strategies: Sequence[str], sizes: Sizes, axis: Axis, dtype: str) -> tuple[Crossing, ...]:
-    """Where the fastest of the strategies changes along an axis, from low to high."""
-    curves = [curve(strategy, sizes, axis, dtype) for strategy in strategies]
+def crossings(ways: Mapping[str, Sizes], axis: Axis, dtype: str) -> tuple[Crossing, ...]:
+    """Where the fastest of the strategies, each with its sizes, changes along an axis, from low to high."""
+    curves = [curve(strategy, sizes, axis, dtype) for strategy, sizes in ways.items()]
     winners = [min((p for p in column if p), key=lambda p: p.seconds, default=None) for column in zip(*curves, strict=True)]
     found = []
     for low, high, below, above in zip(axis.values, axis.values[1:], winners, winners[1:], strict=False):
         if below and above and below.strategy != above.strategy:
-            found.append(_crossing(axis, dtype, sizes, (low, high), (below, above)))
+            found.append(_crossing(ways, axis, dtype, (low, high), (below, above)))
     return tuple(found)
 
 
-def _crossing(axis: Axis, dtype: str, sizes: Sizes, span: tuple[float, float], ends: tuple[Point, Point]) -> Crossing:
+def _crossing(
+    ways: Mapping[str, Sizes], axis: Axis, dtype: str, span: tuple[float, float], ends: tuple[Point, Point]
+) -> Crossing:
+    def there(value: float) -> tuple[Point | None, Point | None]:
+        first, last = (best(p.strategy, *axis.place(ways[p.strategy], value), dtype) for p in ends)
+        return first, last
+
     def gap(value: float) -> float:
         """How much longer, as a share, the winner below takes."""
-        a, b = (best(p.strategy, *axis.place(sizes, value), dtype) for p in ends)
+        a, b = there(value)
         return -1.0 if b is None else 1.0 if a is None else a.seconds / b.seconds - 1
 
     if axis.whole:
         return Crossing(span[1], *ends, "powers of two")
     about = _bisected(gap, span)
-    first, last = (best(p.strategy, *axis.place(sizes, about), dtype) or p for p in ends)
-    ends = first, last  # with the parameters that are best there
-    at = _solved(axis, dtype, sizes, about, ends)
+    first, last = (p or end for p, end in zip(there(about), ends, strict=True))  # with the parameters that are best there
+    one, other = (_along(axis, dtype, ways[p.strategy], p, about) for p in (first, last))
+    at = None if one is None or other is None else _root(one - other, about)
     if at is not None and span[0] <= at <= span[1] and abs(gap(at)) <= NEAR:
-        return Crossing(at, *ends, "solved")
-    return Crossing(about, *ends, "bisection")
+        return Crossing(at, first, last, "solved")
+    return Crossing(about, first, last, "bisection")
 
 
 def _bisected(gap: Callable[[float], float], span: tuple[float, float]) -> float:
@@ -199,16 +204,13 @@ def _bisected(gap: Callable[[float], float], span: tuple[float, float]) -> float
     return high
 
 
-def _solved(axis: Axis, dtype: str, sizes: Sizes, about: float, ends: tuple[Point, Point]) -> float | None:
-    """The root, near `about`, of the difference of two formulas in what varies; None where they are not known or have none."""
-    formulas = [_along(axis, dtype, sizes, p, about) for p in ends]
-    if any(f is None for f in formulas):
-        return None
-    difference = sympy.together(formulas[0] - formulas[1])  # type: ignore[operator]
-    if not difference.has(POINT):
+def _root(expr: Expr, about: float) -> float | None:
+    """The root in POINT nearest to `about`; None where the formula is no ratio of polynomials, or has none."""
+    ratio = sympy.together(expr)
+    if not ratio.has(POINT):
         return None
     try:
-        roots = sympy.Poly(sympy.numer(difference), POINT).nroots(n=15, maxsteps=200)
+        roots = sympy.Poly(sympy.numer(ratio), POINT).nroots(n=15, maxsteps=200)
     except sympy.PolynomialError:
         return None
     real = [float(sympy.re(r)) for r in roots if abs(sympy.im(r)) < 1e-9 * abs(r)]

@@ -34,6 +34,7 @@ class Rejected:
     bytes_sent: int | None = None
     seconds: float | None = None
     params: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

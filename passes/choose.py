@@ -79,7 +79,7 @@ def recurrence(site: Recurrent, ctx: SiteContext) -> Open:
     for name, row in RECURRENT.items():
         reason = row.inapplicable(site)
         for params in ({},) if reason else row.variants(site):
-            counted = None if reason else replace(sizes, **params)
+            counted = None if reason else replace(sizes, **params)  # type: ignore[arg-type]
             candidates.append(Candidate(name, counted, None, tuple(params.items()), reason or ""))
             lower.append(functools.partial(row.lower, site, ctx, **params))
     kind = "last state" if site.node.target is STATE else "linear attention"
@@ -122,7 +122,9 @@ def settle(site: Open, choice: Choice, types: Types) -> Site:
     if latent:
         notes.append(f"keys and values travel as their latent, {latent} B a position")
     rejected = tuple(
-        Rejected(r.candidate.strategy, r.reason, r.bytes_sent, r.seconds, dict(r.candidate.params)) for r in choice.refused
+        Rejected(c.strategy, r.reason, r.bytes_sent, r.seconds, dict(c.params), as_row(c.sizes))
+        for r in choice.refused
+        for c in [r.candidate]
     )
     return replace(
         site.described,

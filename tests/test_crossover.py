@@ -49,7 +49,7 @@ def test_at_a_crossing_both_take_as_long(machine: str, sizes: Sizes, name: str) 
     hardware = load(machine)
     found = [a for a in axes(sizes, hardware) if a.name.startswith(name)]
     for each in found:
-        for crossing in crossings([s for s, of in every() if of is sizes], sizes, each, DTYPE):
+        for crossing in crossings({s: of for s, of in every() if of is sizes}, each, DTYPE):
             a, b = (best(p.strategy, *each.place(sizes, crossing.at), DTYPE) for p in (crossing.below, crossing.above))
             assert a is not None and b is not None and crossing.how in ("solved", "bisection")
             assert abs(a.seconds / b.seconds - 1) < 3 * NEAR, crossing
@@ -63,24 +63,24 @@ def test_at_a_crossing_both_take_as_long(machine: str, sizes: Sizes, name: str) 
 def test_bandwidth_is_solved() -> None:
     """Seconds are a ratio of polynomials in the bandwidth."""
     hardware = load("h200")
-    (found,) = crossings(["all-to-all", "gather-kv"], ATTENTION, axis("between", ATTENTION, hardware), DTYPE)
+    (found,) = crossings(dict.fromkeys(["all-to-all", "gather-kv"], ATTENTION), axis("between", ATTENTION, hardware), DTYPE)
     assert found.how == "solved" and {found.below.strategy, found.above.strategy} == {"all-to-all", "gather-kv"}
 
 
 def test_length_is_solved_where_formulas_hold_and_bisected_under_a_window() -> None:
     hardware = load("h200")
     along = axis("S", ATTENTION, hardware)
-    found = crossings(["gather-kv", "ring"], ATTENTION, along, DTYPE)
+    found = crossings(dict.fromkeys(["gather-kv", "ring"], ATTENTION), along, DTYPE)
     assert found and {c.how for c in found} == {"solved"}
-    linear = crossings(["all-to-all", "log-step"], RECURRENCE, axis("S", RECURRENCE, hardware), DTYPE)
+    linear = crossings(dict.fromkeys(["all-to-all", "log-step"], RECURRENCE), axis("S", RECURRENCE, hardware), DTYPE)
     assert [c.how for c in linear] == ["solved"] and linear[0].below.strategy == "all-to-all"
     windowed = dataclasses.replace(ATTENTION, before=4095)
-    found = crossings(["all-to-all", "halo"], windowed, axis("S", windowed, hardware), DTYPE)
+    found = crossings(dict.fromkeys(["all-to-all", "halo"], windowed), axis("S", windowed, hardware), DTYPE)
     assert found and {c.how for c in found} == {"bisection"} and found[-1].above.strategy == "halo"
 
 
 def test_ranks_are_counted() -> None:
-    found = crossings(["all-to-all", "ring-a2a"], ATTENTION, axis("P", ATTENTION, load("h200")), DTYPE)
+    found = crossings(dict.fromkeys(["all-to-all", "ring-a2a"], ATTENTION), axis("P", ATTENTION, load("h200")), DTYPE)
     assert found[-1].how == "powers of two" and found[-1].above.strategy == "ring-a2a"
     assert found[-1].at <= 64, "32 heads are too few for 64 ranks"
 

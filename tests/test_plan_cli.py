@@ -183,7 +183,7 @@ def test_explain_has_formulas_numbers_sources_and_crossings(million: tuple[Resul
         "of the model",
         "best alternative: ",
         "between nodes (",
-        "inside a node (",
+        "inside a node",
         "P = ",
     ):
         assert text in result.output, text

@@ -16,7 +16,7 @@ from autosp.cost_model.cases import Direction, Term, directions
 from autosp.cost_model.crossover import LAYOUTS, Axis, Crossing, Point, axes, best, crossings
 from autosp.cost_model.hardware import Hardware
 from autosp.cost_model.plan import Plan, PlanError, Site
-from autosp.cost_model.plan_text import Run, heads, runs, way
+from autosp.cost_model.plan_text import Run, heads, priced_alike, way
 from autosp.cost_model.prices import bound
 from autosp.cost_model.problem import Sizes, sizes_of
 from autosp.cost_model.retold import price, sizes
@@ -30,7 +30,7 @@ ALIKE = 0.02  # a price carried to other lengths or ranks may differ from the pl
 
 def explain(plan: Plan, hardware: Hardware, layer: int | None, to: Console) -> None:
     """Every run, or those with a site in a layer. Raises PlanError where there is none, or the machine is another one."""
-    chosen = [run for run in runs(plan.sites) if layer is None or any(_numbered(s.layer) == layer for s in run.sites)]
+    chosen = [run for run in priced_alike(plan.sites) if layer is None or any(_numbered(s.layer) == layer for s in run.sites)]
     if not chosen:
         have = sorted({n for s in plan.sites if (n := _numbered(s.layer)) is not None})
         fix = f"fix: one of {have[0]} to {have[-1]}" if have else "fix: no --layer; its layers have no numbers"

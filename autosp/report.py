@@ -9,7 +9,7 @@ from autosp import plots
 from autosp.cost_model.crossover import axes
 from autosp.cost_model.hardware import Hardware
 from autosp.cost_model.plan import Plan
-from autosp.cost_model.plan_text import runs, summary
+from autosp.cost_model.plan_text import priced_alike, summary
 from autosp.cost_model.retold import price, sizes
 from autosp.explain import crossovers, strategies
 from autosp.plan_tables import COLUMNS, NUMBERS, run_rows, title, total_rows
@@ -78,7 +78,7 @@ def _figure(drawing: str, caption: str) -> str:
 
 def _others(plan: Plan, hardware: Hardware, dtype: str) -> list[str]:
     """For the runs that take longest: each strategy's time over length and ranks, and where another wins."""
-    longest = sorted(runs(plan.sites), key=lambda run: -len(run.sites) * run.site.seconds.total)[:PLOTTED]
+    longest = sorted(priced_alike(plan.sites), key=lambda run: -len(run.sites) * run.site.seconds.total)[:PLOTTED]
     body = []
     for i, run in enumerate(longest):
         site = run.site

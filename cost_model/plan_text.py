@@ -38,6 +38,13 @@ def runs(sites: Iterable[Site]) -> tuple[Run, ...]:
     return tuple(Run(tuple(each)) for each in found.values())
 
 
+def priced_alike(sites: Iterable[Site]) -> tuple[Run, ...]:
+    """Runs of sites that also differ in what is kept of their layers: a price is the same for them."""
+    named = {site.name: site for site in sites}
+    alike = runs(dataclasses.replace(site, saved="") for site in named.values())
+    return tuple(Run(tuple(named[s.name] for s in run.sites)) for run in alike)
+
+
 def together(names: Sequence[str]) -> str:
     """ "model.layers.0-2, 4 .. 46.mixer (36)": names that differ in one number, or the first and the last."""
     if len(names) == 1:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from .errors import PlanningError
 from .hardware import Hardware
@@ -264,6 +262,13 @@ def _integer(units: Sequence[_Unit], room: float) -> tuple[list[list[_Way]], flo
 
     Variables: a count for each way, whether it occurs at all, and the largest `held`.
     """
+    from scipy.optimize import (
+        Bounds,
+        LinearConstraint,
+        milp,
+    )  # only where memory binds: every rank of every job loads this module
+    from scipy.sparse import csr_array
+
     ways = [(i, way) for i, unit in enumerate(units) for way in unit.ways]
     k, scale = len(ways), max(room, 1.0)
     total = np.array([len(units[i].members) for i, _ in ways], dtype=float)

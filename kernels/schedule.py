@@ -98,18 +98,39 @@ class Tiling:
         seen = sight.seen(r.interval, c.interval)
         if seen[0] >= seen[1] or r.empty:
             return []
-        if self.flash and sight.every(r.interval, seen):
-            return [_tile(r, r.interval, c, seen, "full")]
-        if self.flash and isinstance(sight, Causal) and r.interval == seen:
-            return [_tile(r, r.interval, c, seen, "causal")]
-        tiles = []
-        high = max(1, min(STRIP_ROWS, self.largest // (seen[1] - seen[0])))
+        kind = self._whole(sight, r.interval, seen)
+        if kind is not None:
+            return [_tile(r, r.interval, c, seen, kind)]
+        tiles, high = [], self._strip(seen)
         for start in range(*r.interval, high):
             strip = (start, min(start + high, r.interval[1]))
             visible = sight.seen(strip, seen)
             if visible[0] < visible[1]:
                 tiles.append(_tile(r, strip, c, visible, "full" if sight.every(strip, visible) else "mask"))
         return tiles
+
+    def _strip(self, cols: Interval) -> int:
+        return max(1, min(STRIP_ROWS, self.largest // (cols[1] - cols[0])))
+
+    def _whole(self, sight: Sight, rows: Interval, cols: Interval) -> str | None:
+        """The kind of tile that a block is as a whole, if it is one."""
+        if self.flash and sight.every(rows, cols):
+            return "full"
+        return "causal" if self.flash and isinstance(sight, Causal) and rows == cols else None
+
+    def touched(self, sight: Sight, rows: Sequence[Placed], cols: Sequence[Placed]) -> tuple[Intervals, Intervals]:
+        """The local rows and columns that the tiles of `cut` cover, of which there may be millions."""
+        of_rows, of_cols = list[Interval](), list[Interval]()
+        for r in rows:
+            for c in cols:
+                seen = sight.seen(r.interval, c.interval)
+                if seen[0] >= seen[1] or r.empty:
+                    continue
+                one = self._whole(sight, r.interval, seen) is not None
+                here, there = ([r.interval], [seen]) if one else sight.strips(r.interval, self._strip(seen), seen)
+                of_rows += map(r.local, here)
+                of_cols += map(c.local, there)
+        return _union(of_rows), _union(of_cols)
 
 
 @dataclass(frozen=True)
@@ -170,13 +191,16 @@ class Schedule:
         self._sight, self._rows, self._cols, self._tiling, self._moved = sight, rows, cols, tiling, moved
         self._held = [[placed(shard) for shard in layout.shards] for layout in (rows, cols)]
         self._jobs: dict[tuple[int, int], tuple[Job, ...]] = {}
+        self._counts: dict[tuple[int, int, bool], int] = {}
 
     @functools.cached_property
     def steps(self) -> tuple[int, ...]:
         """The distances t at which some rank has something to compute, 0 first."""
         work = [0]
         for t in range(1, self.ranks):
-            if any(self.jobs(t, r) for r in range(self.ranks)):
+            if any(
+                self._sent(r, (r - t) % self.ranks, True) or self._sent((r - t) % self.ranks, r, False) for r in range(self.ranks)
+            ):
                 work.append(t)
         return tuple(work)
 
@@ -184,20 +208,21 @@ class Schedule:
         """What `rank` computes at distance t: for its own rows, and for the rows of rank − t."""
         if (t, rank) not in self._jobs:
             peer = (rank - t) % self.ranks
-            jobs = [self._job(rank, peer, own=True)] + ([self._job(peer, rank, own=False)] if t else [])
-            self._jobs[t, rank] = tuple(job for job in jobs if job and job.tiles)
+            pairs = ((rank, peer, True), (peer, rank, False))[: 2 if t else 1]
+            made = [Job(i, j, self._tiling.cut(self._sight, self._part(i, j, own), self._held[1][j])) for i, j, own in pairs]
+            self._jobs[t, rank] = tuple(job for job in made if job.tiles)
         return self._jobs[t, rank]
 
-    def _job(self, i: int, j: int, own: bool) -> Job | None:
+    def _part(self, i: int, j: int, own: bool) -> Sequence[Placed]:
+        """The rows of i for which i itself computes the block of j's columns, or those for which j does."""
         moved = self._moved[i, j]
         if moved == (1 if own else 0):
-            return None
-        part = self._held[0][i]
-        if 0 < moved < 1:
-            held = self._rows.size(i)
-            kept = self._kept(part, held, self._cols.shards[j], 1 - float(moved))
-            part = _clipped(part, 0, kept) if own else _clipped(part, kept, held)
-        return Job(i, j, self._tiling.cut(self._sight, part, self._held[1][j]) if part else ())
+            return ()
+        if moved in (0, 1):
+            return self._held[0][i]
+        held = self._rows.size(i)
+        kept = self._kept(self._held[0][i], held, self._cols.shards[j], 1 - float(moved))
+        return _clipped(self._held[0][i], 0, kept) if own else _clipped(self._held[0][i], kept, held)
 
     def _kept(self, rows: Sequence[Placed], held: int, cols: Intervals, share: float) -> int:
         """How many of the rows, the first in local order, stay with their owner: those with `share` of the visible pairs."""
@@ -223,9 +248,17 @@ class Schedule:
     @functools.cached_property
     def travelling(self) -> tuple[int, int]:
         """Positions of rows, and of columns, that are sent to another rank, over all ranks."""
-        away = [(job, r) for t in self.steps if t for r in range(self.ranks) for job in self.jobs(t, r)]
-        rows = sum(size(job.rows) for job, r in away if job.row_owner != r)
-        return rows, sum(size(job.cols) for job, r in away if job.col_owner != r)
+        pairs = [(i, j) for i in range(self.ranks) for j in range(self.ranks) if i != j]
+        rows, cols = (sum(self._sent(*pair, own) for pair in pairs) for own in (False, True))
+        return rows, cols
+
+    def _sent(self, i: int, j: int, own: bool) -> int:
+        """Positions of j's columns that i needs for rows that it computes itself, or of i's rows that j computes."""
+        if (i, j, own) not in self._counts:
+            part = self._part(i, j, own)
+            touched = self._tiling.touched(self._sight, part, self._held[1][j]) if part else ((), ())
+            self._counts[i, j, own] = size(touched[1 if own else 0])
+        return self._counts[i, j, own]
 
 
 def _clipped(rows: Sequence[Placed], start: int, stop: int) -> list[Placed]:

@@ -6,6 +6,7 @@ held at most. What was computed for rows or columns that travelled here goes bac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,11 +32,19 @@ class Route:
     group: str
 
     def schedule(self, sight: Sight) -> Schedule:
-        return self.make(sight, self.rows, self.cols, self.tiling)
+        return _scheduled(self.make, sight, self.rows, self.cols, self.tiling)
 
     @property
     def key(self) -> tuple[object, ...]:
         return self.make.__name__, self.rows, self.cols, self.tiling, self.place, self.ring, self.group
+
+
+@functools.lru_cache(maxsize=32)
+def _scheduled(
+    make: Callable[[Sight, Layout, Layout, Tiling], Schedule], sight: Sight, rows: Layout, cols: Layout, tiling: Tiling
+) -> Schedule:
+    """One for all layers under a mask."""
+    return make(sight, rows, cols, tiling)
 
 
 @dataclass

@@ -110,14 +110,14 @@ def check(schedule: Schedule, mask: np.ndarray, rows: Layout, cols: Layout, tili
 tilings = st.builds(Tiling, st.booleans(), st.sampled_from([1, 7, 64, 1 << 30]))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.integers(1, 8), st.integers(0, 40), st.sampled_from(LAYOUTS), st.sampled_from(MAKES), tilings)
 def test_causal_pairs_are_computed_once(ranks: int, more: int, layout: Make, make: Make, tiling: Tiling) -> None:
     held_by = layout(ranks + more, ranks)
     check(make(Causal(), held_by, held_by, tiling), visible(Causal(), *[ranks + more] * 2), held_by, held_by, tiling)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 8), st.integers(0, 30), st.integers(0, 30), st.sampled_from(LAYOUTS), st.sampled_from(MAKES), tilings)
 def test_pairs_of_two_sequences_are_computed_once(
     ranks: int, more_rows: int, more_cols: int, layout: Make, make: Make, tiling: Tiling
@@ -144,7 +144,7 @@ def masks(draw: st.DrawFn) -> np.ndarray:
     return np.zeros((rows, cols), bool)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(masks(), st.integers(1, 8), st.sampled_from(LAYOUTS), st.sampled_from(MAKES), tilings, st.data())
 def test_pairs_under_any_mask_are_computed_once(
     mask: np.ndarray, ranks: int, layout: Make, make: Make, tiling: Tiling, data: st.DataObject
@@ -164,7 +164,7 @@ def held_cuts(layout: Layout) -> list[int]:
     return [x for shard in layout.shards for interval in shard for x in interval]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(masks(), st.integers(2, 8), st.sampled_from(LAYOUTS), st.sampled_from(MAKES))
 def test_no_column_travels_that_only_later_or_earlier_ones_are_seen_with(
     mask: np.ndarray, ranks: int, layout: Make, make: Make

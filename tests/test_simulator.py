@@ -250,7 +250,7 @@ def programs(draw: st.DrawFn) -> tuple[str, Sizes, str]:
 
 
 @given(program=programs(), back=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_step_is_shorter_than_what_it_consists_of(program: tuple[str, Sizes, str], back: bool) -> None:
     strategy, of, name = program
     hardware = load(name)
@@ -273,7 +273,7 @@ def test_no_step_is_shorter_than_what_it_consists_of(program: tuple[str, Sizes, 
 
 
 @given(program=programs(), back=st.booleans(), faster=st.sampled_from((1.5, 4, 100)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_more_bandwidth_is_never_slower(program: tuple[str, Sizes, str], back: bool, faster: float) -> None:
     """Up to what lists are known for: an op that is ready earlier may take a port that a more urgent one then waits for."""
     strategy, of, name = program

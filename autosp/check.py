@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autosp.cost_model.errors import PlanningError
+from autosp.cost_model.plan import numbered
 from autosp.kernels.errors import AutospError
 from autosp.reference import Build, Float64, Reference, call, loss_of, reference_run
 
@@ -201,9 +202,7 @@ def _report(errors: dict[str, float], model: nn.Module, described: dict[str, Any
 
 def group_of(parameter: str) -> str:
     """The layer a parameter belongs to: its name up to the first number, else all but the last part."""
-    parts = parameter.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1]) or parameter
+    return numbered(parameter) or parameter.rpartition(".")[0] or parameter
 
 
 def _natural(name: str) -> list[Any]:

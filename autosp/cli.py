@@ -252,11 +252,10 @@ def parse_mesh(mesh: str | None, ranks: int | None) -> dict[str, int]:
     """
     if mesh is None:
         return {"sp": ranks or 4}
-    try:
-        shape = {name.strip(): int(size) for name, size in (part.split("=") for part in mesh.split(","))}
-    except ValueError:
-        shape = {}
-    if list(shape) not in (["sp"], ["dp", "sp"]) or min(shape.values()) < 1:
+    from autosp.cost_model.amounts import axes
+
+    shape = axes(mesh)
+    if list(shape) not in (["sp"], ["dp", "sp"]):
         raise typer.BadParameter(f"{mesh!r} is neither sp=N nor dp=N,sp=M", param_hint="--mesh")
     if ranks is not None and math.prod(shape.values()) != ranks:
         raise typer.BadParameter(f"{mesh} has {math.prod(shape.values())} ranks, --ranks says {ranks}", param_hint="--mesh")

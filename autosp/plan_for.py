@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .cost_model.amounts import axes
 from .cost_model.errors import PlanningError
 from .cost_model.hardware import DTYPES, Hardware, HardwareError, load
 from .cost_model.plan import Plan
@@ -81,11 +82,8 @@ def mesh_of(mesh: str | None, ranks: int | None) -> dict[str, int]:
         if ranks is None:
             raise MeshShort("over how many ranks? fix: --ranks 64, or --mesh dp=8,sp=8")
         return {"sp": ranks}
-    try:
-        shape = {name.strip(): int(size) for name, size in (part.split("=") for part in mesh.split(","))}
-    except ValueError:
-        shape = {}
-    if not shape or set(shape) - {"dp", "sp"} or min(shape.values()) < 1 or list(shape) == ["sp", "dp"]:
+    shape = axes(mesh)
+    if not shape or set(shape) - {"dp", "sp"} or list(shape) == ["sp", "dp"]:
         raise MeshShort(f"{mesh!r} is no mesh; fix: sp=64, or dp=8,sp=64 (sp last)")
     if "sp" not in shape:
         if ranks is None:

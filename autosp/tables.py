@@ -7,17 +7,13 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from autosp.cost_model import amounts
 from autosp.cost_model.hardware import Hardware, Number
-
-PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 
 
 def shown(number: Number) -> str:
     """With three digits and a prefix: "3.35 TB/s", "1.90 µs"; shares as they are."""
-    if number.unit == "share" or number.value == 0:
-        return f"{number.value:.3g}" + f" {number.unit}" * (number.unit != "share")
-    factor, prefix = next((p for p in PREFIXES if number.value >= p[0]), (1.0, ""))
-    return f"{number.value / factor:#.3g}".rstrip(".") + f" {prefix}{number.unit}"
+    return f"{number.value:.3g}" if number.unit == "share" else amounts.shown(number.value, number.unit)
 
 
 def machines_table(machines: Sequence[Hardware]) -> Table:

@@ -1,4 +1,4 @@
-"""Amounts as people write and read them: sequence lengths, bytes, seconds."""
+"""Amounts as people write and read them: sequence lengths, bytes, seconds, the axes of a mesh."""
 
 from __future__ import annotations
 
@@ -45,6 +45,15 @@ def _amount(text: str, units: dict[str, int]) -> float | None:
     if found is None or found[2].upper() not in units:
         return None
     return float(found[1]) * units[found[2].upper()]
+
+
+def axes(text: str) -> dict[str, int]:
+    """Sizes by name: "dp=2, sp=4"; empty for anything else, or where a size is below 1."""
+    try:
+        found = {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        return {}
+    return found if min(found.values()) >= 1 else {}
 
 
 def length(count: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import sympy
 from sympy import Expr
 
-from .prices import COSTS, LINEAR_COSTS, Price, Values
+from .prices import Values, row
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,6 @@ class Direction:
     @property
     def symbols(self) -> set[sympy.Symbol]:
         return {q for t in (*self.computing, *self.exchanging, *self.hidden) for q in t.formula.free_symbols}
-
-
-def row(strategy: str, linear: bool) -> Price:
-    return (LINEAR_COSTS if linear else COSTS)[strategy]
 
 
 def directions(strategy: str, linear: bool, values: Values) -> tuple[Direction, Direction]:

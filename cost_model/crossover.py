@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import sympy
 from sympy import Expr
 
-from .cases import active, row
+from .cases import active
 from .hardware import Hardware, HardwareError, Level, Link
-from .prices import Values, bound, cost
+from .prices import Values, bound, cost, row
 from .problem import Sizes
 from .states import LinearAttention, chains, nodes
 from .volumes import head_groups

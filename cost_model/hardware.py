@@ -72,6 +72,10 @@ class Level:
     ports: int
     links: Mapping[str, Link]
 
+    def used(self, ranks: int) -> int:
+        """Ports that a collective of so many ranks uses."""
+        return min(self.ports, max(1, ranks - 1))
+
     def link(self, collective: str) -> Link:
         if collective == "reduce_scatter" and collective not in self.links:
             collective = "all_gather"

@@ -87,14 +87,15 @@ def _chained() -> Price:
     def way(work: Expr, rate: Expr, call: Expr) -> Pass:
         block = (work * f_s / rate + JOINED / beta_m) / K_b
         met = 2 * Min(1, K_b - 1) * (1 - phi) * Min(near, block)  # with work on the next block, and the next hop with work
-        hops = many * ((P - 1 - BETWEEN) * near + BETWEEN * slow + (P - 1) * met + (K_b - 1) * (slow - hidden(slow, block)))
+        behind = many * (K_b - 1) * hidden(slow, block)  # a hop while the block before is computed
+        hops = many * ((P - 1 - BETWEEN) * near + BETWEEN * slow + (P - 1) * met + (K_b - 1) * slow) - behind
         passed = hops + (P - 1) * block
         pace = 1 + (1 - phi) * hops / Max(passed, TINY)
         own = (1 - phi) * Min(hops, (K_b + 1) * slow)
         exposed = Max(own, passed - (work * f_i / rate + call / 3) / pace)
         compute = work * f / rate + call + JOINED / beta_m
         sent, far = n_s * s, n_s * s * BETWEEN / Max(1, P - 1)
-        return Pass(compute, passed + order, exposed + order, sent + relaid, far + relaid * FAR)
+        return Pass(compute, passed + behind + order, exposed + order, sent + relaid, far + relaid * FAR)
 
     return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * s_A + relaid)
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from . import prices, symbols
 from .hardware import Hardware
-from .messages import Ops, halvings, split
+from .messages import Ops, halvings
 from .simulator import Op
-from .states import LinearAttention, shared_heads
-from .volumes import contiguous, head_tail
+from .states import LinearAttention
+from .volumes import contiguous, head_tail, needed_heads, shares
 from .work import CHUNK
 
 SCAN = "scan"
@@ -148,7 +148,7 @@ def _gathered(site: Site, begun: list[int]) -> list[list[int]]:
     level = ops.hardware.level(a.ranks)
     link = level.link("all_gather")
     begun = [ops.pause(site.rank(p), link.latency.value if a.ranks > 1 else 0.0, [b]) for p, b in enumerate(begun)]
-    seconds = link.message.value + a.pair / (link.bandwidth.value * level.ports)
+    seconds = link.message.value + a.pair / (link.bandwidth.value * level.used(a.ranks))
     got: list[list[int]] = [[] for _ in range(a.ranks)]
     for step in range(1, a.ranks):
         for place in range(a.ranks - step):
@@ -199,15 +199,14 @@ def _reordered(site: Site, coming: bool) -> None:
 def _by_heads(site: Site) -> None:
     """Every rank computes some heads over all tokens."""
     a = site.a
-    heads, tokens = split(a.heads, a.ranks), split(a.seq, a.ranks)
-    each = {name: (h, n) for name, (h, n) in _coming(a).items()} | {"results": (a.heads, a.value_dim)}
+    heads, tokens = shares(a.heads, a.ranks), shares(a.seq, a.ranks)
+    each = _coming(a) | {"results": (a.heads, a.value_dim)}
+    needed = {name: needed_heads(a.heads, h, a.ranks) if name in ("queries", "keys") else heads for name, (h, _) in each.items()}
 
     def moved(coming: bool) -> Callable[[str, int, int], float]:
         def size(name: str, sender: int, to: int) -> float:
             where, whose = (sender, to) if coming else (to, sender)
-            count, numbers = each[name]
-            needed = shared_heads(a, whose, count) if name in ("queries", "keys") else heads[whose]
-            return float(tokens[where] * needed * numbers * a.batch * a.itemsize)
+            return float(tokens[where] * needed[name][whose] * each[name][1] * a.batch * a.itemsize)
 
         return size
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -65,11 +64,12 @@ class Ops:
         """All-to-all in each group, pair by pair; `size(sender, receiver)` bytes."""
         before = self._called(groups, "all_to_all")
         mine: list[list[int]] = [[] for _ in range(self.ranks)]
+        among = max(map(len, groups))
         for sender, to in (pair for group in groups for pair in self._rounds(group)):
             if not (many := size(sender, to)):
                 continue
             level = self.level(sender, to)
-            seconds = _seconds(level.link("all_to_all"), many, level.ports)
+            seconds = _seconds(level.link("all_to_all"), many, level.used(among))
             number = self.message(name, sender, to, seconds, level, (before[sender], before[to]))
             mine[sender].append(number)
             mine[to].append(number)
@@ -80,7 +80,7 @@ class Ops:
         """All-gather or reduce-scatter of all ranks around a ring: P − 1 messages of `size` bytes to the next rank."""
         everyone = range(self.ranks)
         before, level = self._called([everyone], collective), self.hardware.level(self.ranks)
-        seconds = _seconds(level.link(collective), size, level.ports)
+        seconds = _seconds(level.link(collective), size, level.used(self.ranks))
         mine: list[list[int]] = [[] for _ in everyone]
         for step in range(self.ranks - 1):
             for rank in everyone:
@@ -126,12 +126,6 @@ class Ops:
 
 def _seconds(link: Link, size: float, ports: int) -> float:
     return link.message.value + size / (link.bandwidth.value * ports)
-
-
-def split(count: int, parts: int) -> list[int]:
-    """Sizes of the parts of `count`, as the runtime cuts it."""
-    cuts = [i * count // parts for i in range(parts + 1)]
-    return [b - a for a, b in itertools.pairwise(cuts)]
 
 
 def halvings(ranks: int) -> list[int]:

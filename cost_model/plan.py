@@ -223,6 +223,12 @@ class Plan:
         return text(self)
 
 
+def numbered(path: str) -> str:
+    """ "model.layers.3" of "model.layers.3.mlp": up to the first number, "" where there is none."""
+    parts = path.split(".")
+    return next((".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()), "")
+
+
 class PlanError(PlanningError):
     """A plan that cannot be read, or is for another model."""
 

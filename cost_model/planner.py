@@ -90,8 +90,9 @@ class Follow:
         sites = tuple(
             replace(s, candidates=_as_planned(s, p.strategy, dict(p.params))) for s, p in zip(given, plan.sites, strict=True)
         )
-        saves = tuple(dict.fromkeys(s.saved for s in plan.sites)) or SAVES[:1]
-        return replace(self.planner, saves=saves)(replace(problem, sites=sites, layout=plan.layout, strategy=None))
+        made = self.planner(replace(problem, sites=sites, layout=plan.layout, strategy=None))
+        choices = (replace(c, saved=s.saved) for c, s in zip(made.choices, plan.sites, strict=True))
+        return replace(made, choices=tuple(choices))
 
 
 def _as_planned(site: SiteProblem, strategy: str, params: dict[str, int]) -> tuple[Candidate, ...]:
@@ -118,10 +119,8 @@ class _Way:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A layer with its sites, as often as it occurs."""
+    """Layers that are alike."""
 
-    layer: Layer
-    sites: tuple[int, ...]
     members: tuple[tuple[int, ...], ...]  # for each occurrence, its sites' numbers in the problem
     ways: tuple[_Way, ...]
 
@@ -214,15 +213,15 @@ def _units(problem: Problem, layout: str, planner: Planner) -> list[_Unit]:
     for i, site in enumerate(problem.sites):
         by_layer.setdefault(site.layer, []).append(i)
     named = {layer.name: layer for layer in problem.layers}
-    alike: dict[object, list[tuple[int, ...]]] = {}
+    alike: dict[tuple[Layer, object], list[tuple[int, ...]]] = {}
     for name, numbers in by_layer.items():
         layer = replace(named.get(name, Layer(name)), name="")
         key = (layer, tuple(problem.sites[i].candidates for i in numbers))
         alike.setdefault(key, []).append(tuple(numbers))
     units = []
-    for (layer, _), members in alike.items():  # type: ignore[misc]
+    for (layer, _), members in alike.items():
         sites = [problem.sites[i] for i in members[0]]
-        units.append(_Unit(layer, members[0], tuple(members), _ways(problem, layer, sites, layout, planner)))  # type: ignore[has-type]
+        units.append(_Unit(tuple(members), _ways(problem, layer, sites, layout, planner)))
     return units
 
 
@@ -262,11 +261,8 @@ def _integer(units: Sequence[_Unit], room: float) -> tuple[list[list[_Way]], flo
 
     Variables: a count for each way, whether it occurs at all, and the largest `held`.
     """
-    from scipy.optimize import (
-        Bounds,
-        LinearConstraint,
-        milp,
-    )  # only where memory binds: every rank of every job loads this module
+    # Only where memory binds: every rank of every job loads this module.
+    from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
     ways = [(i, way) for i, unit in enumerate(units) for way in unit.ways]
@@ -307,10 +303,11 @@ def exchange_seconds(each: Exchange, ranks: int, data_parallel: int, hardware: H
     """All of an exchange's collectives, one after another."""
     if ranks * data_parallel == 1:
         return 0.0
-    level = hardware.level(ranks * (data_parallel if each.collective == "all_reduce" else 1))
+    among = ranks * (data_parallel if each.collective == "all_reduce" else 1)
+    level = hardware.level(among)
     link = level.link(each.collective)
     latency = link.latency.value + messages(each.collective, ranks) * link.message.value
-    return each.count * latency + each.sent / (link.bandwidth.value * level.ports)
+    return each.count * latency + each.sent / (link.bandwidth.value * level.used(among))
 
 
 def _elsewhere(problem: Problem, hardware: Hardware) -> float:

@@ -128,10 +128,13 @@ _ROWS = (*COSTS.values(), *LINEAR_COSTS.values())
 _ALL = tuple(sorted({q for row in _ROWS for term in row.terms for q in term.free_symbols}, key=str))
 
 
+def row(strategy: str, linear: bool) -> Price:
+    return (LINEAR_COSTS if linear else COSTS)[strategy]
+
+
 @functools.cache
 def _compiled(linear: bool, strategy: str) -> Callable[..., tuple[float, ...]]:
-    row = (LINEAR_COSTS if linear else COSTS)[strategy]
-    return sympy.lambdify(_ALL, row.terms, "math", cse=True)
+    return sympy.lambdify(_ALL, row(strategy, linear).terms, "math", cse=True)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -145,11 +148,14 @@ def cost(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware, 
 
 def sent(strategy: str, sizes: Attention | LinearAttention) -> tuple[int, int]:
     """Bytes that one rank sends, as the mean over ranks, forward and backward: on any machine the same."""
-    linear = isinstance(sizes, LinearAttention)
-    row = (LINEAR_COSTS if linear else COSTS)[strategy]
-    values = linear_values(strategy, sizes) if isinstance(sizes, LinearAttention) else values_of(strategy, sizes)
-    forward, backward = (term.subs(values) for term in (row.forward.sent, row.backward.sent))
+    price, values = row(strategy, isinstance(sizes, LinearAttention)), counted(strategy, sizes)
+    forward, backward = (term.subs(values) for term in (price.forward.sent, price.backward.sent))
     return round(float(forward)), round(float(backward))
+
+
+def saved(strategy: str, sizes: Attention | LinearAttention) -> float:
+    """Bytes that a strategy leaves on a rank from forward to backward: on any machine the same."""
+    return float(row(strategy, isinstance(sizes, LinearAttention)).saved.subs(counted(strategy, sizes)))
 
 
 def bound(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware, dtype: str) -> Values:
@@ -158,7 +164,7 @@ def bound(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware,
     kernel = "linear" if linear else "attention"
     forward, backward = rates(sizes, hardware, dtype)
     values = {
-        **(linear_values(strategy, sizes) if isinstance(sizes, LinearAttention) else values_of(strategy, sizes)),
+        **counted(strategy, sizes),
         **_links(hardware, sizes.ranks, getattr(sizes, "inner", 1) if strategy == "ring-a2a" else sizes.ranks),
         F_f: forward,
         F_b: backward,
@@ -185,6 +191,11 @@ def rates(sizes: Attention | LinearAttention, hardware: Hardware, dtype: str) ->
     return MASKED * forward, MASKED / (again / forward + 1 / backward)
 
 
+def counted(strategy: str, sizes: Attention | LinearAttention) -> Values:
+    """The symbols that depend on no machine: sizes, counts and work."""
+    return linear_values(strategy, sizes) if isinstance(sizes, LinearAttention) else values_of(strategy, sizes)
+
+
 def values_of(strategy: str, q: Attention) -> Values:
     """Of a softmax attention: sizes and counts."""
     moved = volumes.counted(strategy, q)
@@ -201,7 +212,7 @@ def _turns(strategy: str, q: Attention, at: Values) -> Values:
     busiest = travel.work.sum(0).argmax()
     share = travel.work[:, busiest] * (at[N] / max(1.0, travel.work[:, busiest].sum()))
     near = q.ranks // travel.places
-    heads = -(-q.q_heads // near), max(volumes.needed_heads(q, near))
+    heads = -(-q.q_heads // near), max(volumes.needed_heads(q.q_heads, q.kv_heads, near))
     places, slower = max(1, round(at[G]) // near), at[beta_h] / at[beta_n]
     forward, backward = (steps.loads(travel, steps.blocks(q, back, *heads), places, slower) for back in (False, True))
     return {
@@ -240,9 +251,9 @@ def _links(hardware: Hardware, ranks: int, group: int) -> Values:
         G: node, u: group, G_u: min(node, group),
         alpha_x: exchange.latency.value, gamma_x: near.link("all_to_all").message.value,
         gamma_xf: far.link("all_to_all").message.value,
-        beta_x: near.link("all_to_all").bandwidth.value * min(near.ports, max(1, node - 1)),
-        beta_xf: far.link("all_to_all").bandwidth.value * far.ports, alpha_g: gather.latency.value, gamma_g: gather.message.value,
-        beta_g: gather.bandwidth.value * min(far.ports, max(1, ranks - 1)),
+        beta_x: near.link("all_to_all").bandwidth.value * near.used(group),
+        beta_xf: far.link("all_to_all").bandwidth.value * far.used(group),
+        alpha_g: gather.latency.value, gamma_g: gather.message.value, beta_g: gather.bandwidth.value * far.used(ranks),
         gamma_h: hop.message.value, beta_h: hop.bandwidth.value, gamma_n: inside.message.value, beta_n: inside.bandwidth.value,
     }  # fmt: skip
 
@@ -277,4 +288,18 @@ def textbook(strategy: str, causal: bool = True) -> Mapping[sympy.Symbol, Expr]:
     return {**zero, **rows[strategy]}
 
 
-__all__ = ["BACK", "COSTS", "LINEAR_COSTS", "Cost", "Pass", "Price", "bound", "cost", "sent", "textbook"]
+__all__ = [
+    "BACK",
+    "COSTS",
+    "LINEAR_COSTS",
+    "Cost",
+    "Pass",
+    "Price",
+    "bound",
+    "cost",
+    "counted",
+    "row",
+    "saved",
+    "sent",
+    "textbook",
+]

@@ -13,11 +13,11 @@ import numpy as np
 
 from . import work
 from .hardware import Hardware
-from .messages import Ops, split
+from .messages import Ops
 from .prices import rates
 from .simulator import Op
 from .steps import Blocks, Travel, blocks, column_bytes, travel
-from .volumes import Attention, contiguous, counted, head_tail, needed_heads, visible_pairs
+from .volumes import Attention, contiguous, counted, head_tail, needed_heads, shares, visible_pairs
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Site:
 def _exchanged(site: Site, near: int, coming: bool) -> None:
     """Each `near` neighbours exchange heads: what is `coming` to whole positions of some heads, or what goes back."""
     a, ops = site.a, site.ops
-    rows, columns = split(a.q_seq, a.ranks), split(a.kv_seq, a.ranks)
-    q, kv = split(a.q_heads, near), needed_heads(a, near)
+    rows, columns = shares(a.q_seq, a.ranks), shares(a.kv_seq, a.ranks)
+    q, kv = shares(a.q_heads, near), needed_heads(a.q_heads, a.kv_heads, near)
     queries = {"queries": a.head_dim, "results": a.value_dim}
     names = {(False, True): "queries keys values", (False, False): "results", (True, True): "results"}
     groups = [range(first, first + near) for first in range(0, a.ranks, near)]
@@ -79,7 +79,7 @@ def _all_to_all(site: Site) -> None:
     a = site.a
     whole = a.work if a.work is not None else float(visible_pairs(a, contiguous(a.q_seq, 1), contiguous(a.kv_seq, 1)).sum())
     _exchanged(site, a.ranks, coming=True)
-    for rank, heads in enumerate(split(a.q_heads, a.ranks)):
+    for rank, heads in enumerate(shares(a.q_heads, a.ranks)):
         site.ops.compute(rank, f"{site.way}: {heads} of {a.q_heads} heads", site.seconds(whole, heads))
     _exchanged(site, a.ranks, coming=False)
 
@@ -111,7 +111,7 @@ def _travelling(site: Site, strategy: str) -> None:
     results of step n − 1, and computes step n. A rank's messages of a turn start when both ends have posted them."""
     a, ops, steps = site.a, site.ops, travel(strategy, site.a)
     near = a.ranks // steps.places
-    q, kv = split(a.q_heads, near), needed_heads(a, near)
+    q, kv = shares(a.q_heads, near), needed_heads(a.q_heads, a.kv_heads, near)
     sizes = [blocks(a, site.back, q[i], kv[i]) for i in range(near)]
     there, back = ([_moved(steps, size, results) for size in sizes] for results in (False, True))
     count = len(steps.distances)

@@ -13,9 +13,8 @@ from .hardware import Hardware
 from .plan import Layer, Plan, PlanError, Site
 from .plan_text import Run
 from .planner import kept_bytes
-from .prices import COSTS, LINEAR_COSTS, Cost, cost, linear_values, values_of
+from .prices import Cost, cost, saved
 from .problem import Sizes, sizes_of
-from .states import LinearAttention
 
 
 def sizes(site: Site) -> Sizes:
@@ -27,13 +26,6 @@ def sizes(site: Site) -> Sizes:
     if found is None:
         raise PlanError(f"the plan does not say with which sizes {site.name} was priced; fix: `autosp plan` again")
     return found
-
-
-def saved(strategy: str, of: Sizes) -> float:
-    """Bytes that a strategy leaves on a rank from forward to backward."""
-    linear = isinstance(of, LinearAttention)
-    values = linear_values(strategy, of) if isinstance(of, LinearAttention) else values_of(strategy, of)
-    return float((LINEAR_COSTS if linear else COSTS)[strategy].saved.subs(values))
 
 
 def kept(plan: Plan) -> dict[str, float]:

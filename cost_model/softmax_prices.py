@@ -121,11 +121,12 @@ def _travelling(exchanged: bool = False) -> Price:
 
 
 TRAVELLING = ("halo", "ring", "balanced-ring", "ring-a2a")
+_BLOCKS = _travelling()
 COSTS: dict[str, Price] = {
     "all-to-all": _all_to_all(),
     "gather-kv": _gather_kv(),
-    "halo": _travelling(),
-    "ring": _travelling(),
-    "balanced-ring": _travelling(),
+    "halo": _BLOCKS,
+    "ring": _BLOCKS,
+    "balanced-ring": _BLOCKS,
     "ring-a2a": _travelling(exchanged=True),
 }

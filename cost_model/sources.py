@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 
 from . import symbols as q
 from .hardware import Hardware, Level, Number
+from .prices import rates
 from .problem import Sizes
 from .states import LinearAttention
 
@@ -70,13 +71,20 @@ def _of_machine(symbol: sympy.Symbol, strategy: str, sizes: Sizes, hardware: Har
         "tau_b": ((f"launch.{kernel}_backward", hardware.launch),),
     }
     if symbol.name in numbers:
-        return _numbers(*((place, table[place.partition(".")[2]]) for place, table in numbers[symbol.name]))
+        named = _numbers(*((place, table[place.partition(".")[2]]) for place, table in numbers[symbol.name]))
+        if symbol not in (q.F_f, q.F_b):
+            return named
+        return replace(named, factor=rates(sizes, hardware, dtype)[symbol == q.F_b] / named.value)  # less where it works by rows
     if symbol == q.phi:
         return _numbers(("overlap", hardware.overlap))
     if symbol == q.beta_m:
         return _numbers(("bandwidth", hardware.bandwidth))
     links = _links(strategy, sizes, hardware)
-    return _link(*links[symbol.name]) if symbol.name in links else None
+    if symbol.name not in links:
+        return None
+    level, collective, part = links[symbol.name]
+    grouped = collective == "all_to_all" and not isinstance(sizes, LinearAttention) and strategy == "ring-a2a"
+    return _link(level, collective, part, sizes.inner if grouped else sizes.ranks)
 
 
 def _links(strategy: str, sizes: Sizes, hardware: Hardware) -> dict[str, tuple[Level, str, str]]:
@@ -103,10 +111,10 @@ def _numbers(*numbers: tuple[str, Number]) -> Source:
     return Source("; ".join(f"{place}: {n.source}" for place, n in numbers), numbers)
 
 
-def _link(level: Level, collective: str, part: str) -> Source:
+def _link(level: Level, collective: str, part: str, ranks: int) -> Source:
     link = level.link(collective)
     kind = next(kind for kind, each in level.links.items() if each is link)
     place, number = f"{level.name}.{kind}.{part}", getattr(link, part)
-    ports = level.ports if part == "bandwidth" and collective != "p2p" else 1
+    ports = level.used(ranks) if part == "bandwidth" and collective != "p2p" else 1
     many = f", {ports} ports" if ports > 1 else ""
     return Source(f"{place}{many}: {number.source}", ((place, number),), ports)

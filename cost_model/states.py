@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from .volumes import contiguous, head_tail
+from .volumes import contiguous, head_tail, needed_heads, shares
 
 Shape = Sequence[int]
 
@@ -92,20 +92,12 @@ def gather_states(a: LinearAttention) -> Counts:
     return Counts(pairs=a.ranks * (a.ranks - 1) // 2)
 
 
-def shared_heads(a: LinearAttention, rank: int, count: int) -> int:
-    """How many of `count` heads, which several value heads share, a rank's value heads need."""
-    groups = max(1, a.heads // max(1, count))
-    first, last = rank * a.heads // a.ranks, (rank + 1) * a.heads // a.ranks
-    return -(-last // groups) - first // groups if first < last else 0
-
-
 def all_to_all(a: LinearAttention) -> Counts:
     """Heads of everything a token has, and of the result, change hands: (P − 1)/P of each."""
-    heads = [((r + 1) * a.heads // a.ranks) - (r * a.heads // a.ranks) for r in range(a.ranks)]
-    tokens = [((r + 1) * a.seq // a.ranks) - (r * a.seq // a.ranks) for r in range(a.ranks)]
-    keys = [shared_heads(a, r, a.query_heads) + shared_heads(a, r, a.key_heads) for r in range(a.ranks)]
+    heads, tokens = shares(a.heads, a.ranks), shares(a.seq, a.ranks)
+    queries, keys = (needed_heads(a.heads, shared, a.ranks) for shared in (a.query_heads, a.key_heads))
     wide = 2 * a.value_dim + a.decays + (a.key_dim if a.remove else 0)
-    each = [heads[to] * wide + keys[to] * a.key_dim for to in range(a.ranks)]
+    each = [heads[to] * wide + (queries[to] + keys[to]) * a.key_dim for to in range(a.ranks)]
     return Counts(numbers=sum((a.seq - tokens[to]) * each[to] for to in range(a.ranks)))
 
 

@@ -18,8 +18,9 @@ from .messages import Ops
 from .plan import Beside, Exchange, Layer, Plan, PlanError, Totals
 from .planner import BACKWARD, exchange_seconds, layer_seconds
 from .prices import Cost, cost
-from .problem import Decision, Problem, Sizes, sizes_of
+from .problem import Decision, Problem, Sizes
 from .programs import attention_ops
+from .retold import sizes
 from .simulator import Event, Op, Timeline, simulate
 from .states import LinearAttention
 
@@ -60,13 +61,7 @@ class StepSite:
 
 def sites_of(plan: Plan) -> list[StepSite]:
     """Raises PlanError where the plan does not say with which sizes a site was priced."""
-    found = []
-    for site in plan.sites:
-        sizes = sizes_of(site.sizes)
-        if sizes is None:
-            raise PlanError(f"the plan does not say with which sizes {site.name} was priced; fix: `autosp plan` again")
-        found.append(StepSite(site.name, site.layer, site.strategy, sizes, site.saved))
-    return found
+    return [StepSite(site.name, site.layer, site.strategy, sizes(site), site.saved) for site in plan.sites]
 
 
 def step_of(plan: Plan, hardware: Hardware) -> Step:

@@ -81,6 +81,11 @@ def _split(count: int, parts: int) -> np.ndarray:
     return np.stack([cuts[:-1], cuts[1:]], -1)
 
 
+def shares(count: int, parts: int) -> list[int]:
+    """Sizes of the parts of `count`, as the runtime cuts it."""
+    return [int(last - first) for first, last in _split(count, parts)]
+
+
 def contiguous(length: int, ranks: int) -> Runs:
     return _split(length, ranks)[:, None]
 
@@ -139,15 +144,15 @@ def _all_pairs(a: Attention) -> float:
     return float(visible_pairs(a, contiguous(a.q_seq, 1), contiguous(a.kv_seq, 1)).sum())
 
 
-def needed_heads(a: Attention, parts: int) -> list[int]:
-    """How many key/value heads each part of the query heads needs."""
-    groups, heads = max(1, a.q_heads // max(1, a.kv_heads)), _split(a.q_heads, parts)
-    return [int(-(-last // groups) - first // groups) if first < last else 0 for first, last in heads]
+def needed_heads(heads: int, shared: int, parts: int) -> list[int]:
+    """How many of `shared` heads, each of which several of `heads` share, each part of these needs."""
+    groups = max(1, heads // max(1, shared))
+    return [int(-(-last // groups) - first // groups) if first < last else 0 for first, last in _split(heads, parts)]
 
 
 def _exchanged(a: Attention, near: int) -> int:
     """(Position, head) pairs that change hands within groups of `near` ranks, over all ranks."""
-    heads, kv = np.diff(_split(a.q_heads, near))[:, 0], np.array(needed_heads(a, near))
+    heads, kv = np.diff(_split(a.q_heads, near))[:, 0], np.array(needed_heads(a.q_heads, a.kv_heads, near))
     total = 0
     for length, counts in ((a.q_seq, heads), (a.kv_seq, kv)):
         tokens = np.diff(_split(length, a.ranks))[:, 0]
@@ -194,7 +199,7 @@ def halo(a: Attention) -> Counts:
 
 def ring_a2a(a: Attention) -> Counts:
     """Heads in groups of u, then a ring of P/u groups over u times as long shards of 1/u of the heads."""
-    kv = sum(needed_heads(a, a.inner))  # with heads that several need
+    kv = sum(needed_heads(a.q_heads, a.kv_heads, a.inner))  # with heads that several need
     places = a.ranks // a.inner
     needed = (
         needed_columns(a, head_tail(a.q_seq, places), head_tail(a.kv_seq, places)) if places > 1 else np.zeros((1, 1), dtype=int)

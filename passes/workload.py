@@ -7,11 +7,12 @@ operator to read its operands and write its result once, and backward to need wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, fx
 
+from ..cost_model.plan import numbered
 from ..cost_model.problem import Exchange, Layer
 from .capture import Captured
 from .detect import Region, module_path
@@ -28,9 +29,7 @@ FUSED = 4  # operators that a compiled kernel holds, so that only their first in
 
 def layer_of(node: fx.Node) -> str:
     """The part of the model a node belongs to: the path of its module up to the first number."""
-    parts = module_path(node).split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0] + 1]) if numbers else ""
+    return numbered(module_path(node))
 
 
 def layers(
@@ -101,6 +100,11 @@ def _out(node: fx.Node) -> int:
     return math.prod(shape(node))
 
 
+def _product(left: int) -> Callable[[fx.Node], float]:
+    """Of a product whose left side is that operand."""
+    return lambda node: 2.0 * _out(node) * shape(operands(node)[left])[-1]
+
+
 def _convolved(node: fx.Node) -> float:
     weight = shape(operands(node)[1])
     return 2.0 * _out(node) * math.prod(weight[1:])
@@ -118,12 +122,8 @@ def _einsum(node: fx.Node) -> float:
 
 _LOSSES = {aten.cross_entropy_loss.default, aten._log_softmax.default, aten.log_softmax.int}
 _PRODUCTS = {
-    aten.linear.default: lambda n: 2 * _out(n) * shape(operands(n)[0])[-1],
-    aten.matmul.default: lambda n: 2 * _out(n) * shape(operands(n)[0])[-1],
-    aten.mm.default: lambda n: 2 * _out(n) * shape(operands(n)[0])[-1],
-    aten.bmm.default: lambda n: 2 * _out(n) * shape(operands(n)[0])[-1],
-    aten.addmm.default: lambda n: 2 * _out(n) * shape(operands(n)[1])[-1],
-    aten.baddbmm.default: lambda n: 2 * _out(n) * shape(operands(n)[1])[-1],
+    **dict.fromkeys((aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default), _product(0)),
+    **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), _product(1)),
     aten.einsum.default: _einsum,
     aten.conv1d.default: _convolved,
     aten.conv1d.padding: _convolved,
@@ -131,7 +131,7 @@ _PRODUCTS = {
     aten.convolution.default: _convolved,
 }
 if hasattr(aten, "_grouped_mm"):
-    _PRODUCTS[aten._grouped_mm.default] = lambda n: 2 * _out(n) * shape(operands(n)[0])[-1]
+    _PRODUCTS[aten._grouped_mm.default] = _product(0)
 
 
 def _split(types: Types, node: fx.Node) -> bool:

@@ -153,7 +153,8 @@ def test_every_number_of_a_machine_has_its_place_in_the_table(machine: str, stra
         ),
     )
     table = dict(hardware.numbers())
-    for of in variants(strategy, sizes):
+    few = dataclasses.replace(sizes, ranks=4, **({} if isinstance(sizes, LinearAttention) else {"by_rows": True}))
+    for of in [*variants(strategy, sizes), *variants(strategy, few)]:
         here, there = (bound(strategy, of, h, DTYPE) for h in (hardware, other))
         for symbol, value in here.items():
             found = source(symbol, strategy, of, hardware, DTYPE)

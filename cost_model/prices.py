@@ -66,6 +66,7 @@ from .symbols import (
     gamma_n,
     gamma_x,
     gamma_xf,
+    k_0,
     m,
     n,
     n_A,
@@ -202,7 +203,7 @@ def values_of(strategy: str, q: Attention) -> Values:
     return {
         B: q.batch, S: q.q_seq, T: q.kv_seq, H: q.q_heads, H_kv: q.kv_heads, D: q.head_dim, D_v: q.value_dim, e: q.itemsize,
         a: q.accumulator, P: q.ranks, N: moved.work, m: moved.columns / q.ranks, r: moved.rows / q.ranks,
-        x: moved.exchanged / q.ranks, n: moved.steps, c: steps.column_bytes(q, moved.kv_heads),
+        x: moved.exchanged / q.ranks, n: moved.steps, k_0: moved.calls, c: steps.column_bytes(q, moved.kv_heads),
     }  # fmt: skip
 
 

@@ -36,12 +36,12 @@ class Site:
     def way(self) -> str:
         return "backward" if self.back else "forward"
 
-    def seconds(self, pairs: float, heads: int) -> float:
-        """A kernel over `pairs` of each of `heads` heads; nothing where there are none."""
+    def seconds(self, pairs: float, heads: int, calls: int = 1) -> float:
+        """A kernel over `pairs` of each of `heads` heads, in so many calls; nothing where there are none."""
         a = self.a
         flop = work.attention_backward if self.back else work.attention_forward
         each = flop(a.batch, 1, a.head_dim, a.value_dim, 1)
-        return self.call + pairs * heads * each / self.rate if pairs * heads else 0.0
+        return calls * self.call + pairs * heads * each / self.rate if pairs * heads else 0.0
 
     @property
     def merged(self) -> float:
@@ -78,9 +78,10 @@ def _exchanged(site: Site, near: int, coming: bool) -> None:
 def _all_to_all(site: Site) -> None:
     a = site.a
     whole = a.work if a.work is not None else float(visible_pairs(a, contiguous(a.q_seq, 1), contiguous(a.kv_seq, 1)).sum())
+    calls = counted("all-to-all", a).calls
     _exchanged(site, a.ranks, coming=True)
     for rank, heads in enumerate(shares(a.q_heads, a.ranks)):
-        site.ops.compute(rank, f"{site.way}: {heads} of {a.q_heads} heads", site.seconds(whole, heads))
+        site.ops.compute(rank, f"{site.way}: {heads} of {a.q_heads} heads", site.seconds(whole, heads, calls))
     _exchanged(site, a.ranks, coming=False)
 
 
@@ -98,7 +99,7 @@ def _gather_kv(site: Site) -> None:
     for name, share in shares.items():
         ops.around(f"{site.way}: {name} from everyone", "all_gather", each * share)
     for rank in range(a.ranks):
-        ops.compute(rank, f"{site.way}: rows of rank {rank}", site.seconds(float(pairs[rank]), a.q_heads))
+        ops.compute(rank, f"{site.way}: rows of rank {rank}", site.seconds(float(pairs[rank]), a.q_heads, moved.calls))
     for name, share in shares.items() if site.back else ():
         ops.around(f"{site.way}: gradients of {name} to everyone", "reduce_scatter", each * share)
 
@@ -118,7 +119,8 @@ def _travelling(site: Site, strategy: str) -> None:
     for turn in range(count + 1 if count > 1 else 1):
         posted = list(ops.at)
         for rank in range(a.ranks):
-            if turn < count and (seconds := site.seconds(float(steps.work[turn, rank // near]), q[rank % near])):
+            calls = 1 if turn else counted(strategy, a).calls
+            if turn < count and (seconds := site.seconds(float(steps.work[turn, rank // near]), q[rank % near], calls)):
                 more = site.merged if count > 1 else 0.0
                 ops.compute(rank, f"{site.way}: block {turn + 1} of {count}", seconds + more)
         landed: list[list[int]] = [[] for _ in range(a.ranks)]

@@ -35,6 +35,7 @@ from .symbols import (
     g_b,
     g_f,
     gamma_h,
+    k_0,
     m,
     n,
     r,
@@ -54,7 +55,7 @@ PAIRS = {"forward": (PAIR_F / F_f, tau), "backward": (PAIR_B / F_b, tau_b)}  # s
 
 
 def _all_to_all() -> Price:
-    forward, backward = (N * each + call for each, call in PAIRS.values())
+    forward, backward = (N * each + k_0 * call for each, call in PAIRS.values())
     sent, moved = x * ON_HEADS, exchange(x * ON_HEADS, 4)
     far = sent * FAR
     again = Max(0, P / H_kv - 1) * T / P * B * H_kv * (D + D_v) * e  # key/value heads that several ranks need
@@ -62,7 +63,7 @@ def _all_to_all() -> Price:
 
 
 def _gather_kv() -> Price:
-    forward, backward = (N * each + call for each, call in PAIRS.values())
+    forward, backward = (N * each + k_0 * call for each, call in PAIRS.values())
     once, back = gathers(m * c, 2), gathers(2 * m * c, 4)
     whole = T * B * H_kv * (D + D_v) * e
     return Price(
@@ -109,11 +110,12 @@ def _travelling(exchanged: bool = False) -> Price:
 
     def way(direction: str, merged: Expr, bytes_sent: Expr, passed: tuple[Expr, Expr, Expr]) -> Pass:
         each, call = PAIRS[direction]
+        more = (k_0 - 1) * call  # in the first step
         call += merged * Min(1, n)  # nothing to merge where one block is all
         between = (N - N_0 - N_l) / Max(1, n - 1)
-        moved, exposed = Turns(N_0 * each + call, between * each + call, N_l * each + call, *passed).priced()
+        moved, exposed = Turns(N_0 * each + call + more, between * each + call, N_l * each + call, *passed).priced()
         away = bytes_sent * far + extra * (u - G_u) / Max(1, u - 1)
-        return Pass(N * each + (1 + n) * call, heads + moved, heads + exposed, extra + bytes_sent, away)
+        return Pass(N * each + (1 + n) * call + more, heads + moved, heads + exposed, extra + bytes_sent, away)
 
     block = T / P * B * H_kv * (D + D_v) * e
     forward = way("forward", MERGED_F / beta_m, sent, (b_f, g_f, d_f))

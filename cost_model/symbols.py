@@ -49,6 +49,7 @@ m = _quantity("m", "positions", "positions whose keys and values one rank sends,
 r = _quantity("r", "positions", "positions whose queries one rank sends, as the mean over ranks")
 x = _quantity("x", "positions", "(position, head) pairs one rank sends in exchange for heads, as the mean over ranks")
 n = _quantity("n", "steps", "steps in which blocks travel")
+k_0 = _quantity("k_0", "calls", "calls of the kernel for a rank's own block: one for each part that mask or layout cuts it into")
 N_0 = _quantity("N_0", "pairs", "of N, in the first step, whose blocks are its own")
 N_l = _quantity("N_l", "pairs", "of N, in the last step")
 b_f = _quantity("b_f", "B", "bytes of a step's blocks through the busiest port, forward")

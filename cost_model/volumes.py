@@ -22,7 +22,8 @@ class Attention:
     as something smaller that they are computed from (0: they do not). `folded`: ranks hold the model's sequence in
     head-tail layout. `by_rows`: no one kernel covers it; blocks of rows are computed with a mask made for each, and again before
     their gradients are. What has been counted on the mask at hand takes the place of what follows from the band: `moved`,
-    rows and columns sent over all ranks; `work`, pairs of the busiest rank for each head; `steps`.
+    rows and columns sent over all ranks; `work`, pairs of the busiest rank for each head; `steps`; `calls` of the kernel for
+    a rank's own block.
     """
 
     batch: int
@@ -43,6 +44,7 @@ class Attention:
     moved: tuple[int, int] | None = None
     work: float | None = None
     steps: int | None = None
+    calls: int | None = None
 
     @property
     def accumulator(self) -> int:
@@ -52,7 +54,7 @@ class Attention:
     @property
     def banded(self) -> Attention:
         """The same without what was counted on a mask: it may stand for other lengths and ranks."""
-        return replace(self, moved=None, work=None, steps=None)
+        return replace(self, moved=None, work=None, steps=None, calls=None)
 
     @property
     def causal(self) -> bool:
@@ -63,6 +65,7 @@ class Attention:
 class Counts:
     """Over all ranks: `rows` and `columns` that travel, (position, head) pairs of queries and of keys `exchanged`. Of the busiest
     rank: `work`, the (query, key, head) triples it computes. `kv_heads`: heads in which columns travel. `steps` in which they do.
+    `calls` of the kernel for a rank's own block.
     """
 
     work: float
@@ -71,6 +74,7 @@ class Counts:
     exchanged: int = 0
     kv_heads: int = 0
     steps: int = 0
+    calls: int = 1
 
 
 Runs = np.ndarray  # [ranks, runs, 2]: the intervals of positions each rank holds
@@ -190,7 +194,12 @@ def gather_kv(a: Attention) -> Counts:
 
 
 def ring(a: Attention) -> Counts:
-    return _ring(a, head_tail)
+    return replace(_ring(a, head_tail), calls=_folded_calls(a, a.ranks))
+
+
+def _folded_calls(a: Attention, places: int) -> int:
+    """Under a causal mask a rank's own two runs are three tiles: two below the diagonal, and one between them."""
+    return 3 if a.causal and places > 1 and a.q_seq >= 2 * places else 1
 
 
 def halo(a: Attention) -> Counts:
@@ -206,7 +215,8 @@ def ring_a2a(a: Attention) -> Counts:
     )
     moved = a.moved or (0, int(needed.sum() - np.trace(needed)))
     work = _busiest(a, head_tail, places) * -(-a.q_heads // a.inner)
-    return Counts(work, *moved, _exchanged(a, a.inner), kv, _steps(a, needed) if places > 1 else 0)
+    steps = _steps(a, needed) if places > 1 else 0
+    return Counts(work, *moved, _exchanged(a, a.inner), kv, steps, _folded_calls(a, places))
 
 
 def balanced_ring(a: Attention) -> Counts:
@@ -243,4 +253,5 @@ def head_groups(ranks: int, heads: int) -> list[int]:
 @functools.lru_cache(maxsize=4096)
 def counted(strategy: str, sizes: Attention) -> Counts:
     """What a strategy moves and computes for an attention of these sizes."""
-    return COUNTS[strategy](sizes)
+    found = COUNTS[strategy](sizes)
+    return found if sizes.calls is None else replace(found, calls=sizes.calls)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,7 +25,10 @@ from .sight import Causal, Everything, Sight
 
 BALANCED = 1.05  # the slowest rank's work over the mean, up to which a schedule counts as balanced
 LEAST_SHARE = 0.02  # of a block; less is not worth a message
-STRIP_ROWS = 1024  # rows of a partly visible block that share one look at which columns they see
+STRIP_ROWS = 1024  # most rows of a partly visible block that share one look at which columns they see
+LEAST_STRIP = {"cpu": 128}  # fewest, where calls are cheap beside the pairs that they save
+SAVING = 0.85  # strips are halved while that leaves at most this share of the pairs to go through
+SAMPLES = 16  # strips looked at to tell
 
 
 # What is computed ---------------------------------------------------------------------------------
@@ -68,6 +71,37 @@ class Job:
         return _union([t.cols for t in self.tiles])
 
 
+def least_strip(device: str) -> int:
+    return LEAST_STRIP.get(device, STRIP_ROWS)
+
+
+@functools.lru_cache(maxsize=256)
+def strip_rows(sight: Sight, rows: int, cols: int, least: int) -> int:
+    """How many rows share one look: STRIP_ROWS, and half as many as often as that saves enough."""
+    high, through = STRIP_ROWS, _through(sight, rows, cols, STRIP_ROWS)
+    while high // 2 >= least and (fewer := _through(sight, rows, cols, high // 2)) <= SAVING * through:
+        high, through = high // 2, fewer
+    return high
+
+
+@functools.lru_cache(maxsize=256)
+def looked_at(sight: Sight, rows: int, cols: int, least: int) -> float:
+    """Pairs that strips go through ÷ those that are visible."""
+    visible = sum(sight.pairs(strip, (0, cols)) for strip in _samples(rows))
+    return max(1.0, _through(sight, rows, cols, strip_rows(sight, rows, cols, least)) / visible) if visible else 1.0
+
+
+def _through(sight: Sight, rows: int, cols: int, high: int) -> int:
+    """Pairs that strips of `high` rows go through, of some strips of STRIP_ROWS."""
+    strips = [(a, min(a + high, stop)) for start, stop in _samples(rows) for a in range(start, stop, high)]
+    return sum((z - a) * size((sight.seen((a, z), (0, cols)),)) for a, z in strips)
+
+
+def _samples(rows: int) -> list[Interval]:
+    starts = range(0, rows, STRIP_ROWS)
+    return [(a, min(a + STRIP_ROWS, rows)) for a in starts[:: max(1, len(starts) // SAMPLES)]]
+
+
 def _union(intervals: Sequence[Interval]) -> Intervals:
     out: list[Interval] = []
     for a, b in sorted(intervals):
@@ -83,12 +117,19 @@ class Tiling:
     """How blocks are cut into tiles.
 
     flash: the kernel needs no scores in memory, so visible tiles may have any size; otherwise, and under a mask, a tile has at
-    most `largest` pairs. joined: neighbouring visible tiles become one, which need not know where it stands.
+    most `largest` pairs and `high` rows. joined: neighbouring visible tiles become one, which need not know where it stands.
+    least: rows that a strip has at least, where the sight would make it lower.
     """
 
     flash: bool
     largest: int
     joined: bool = True
+    least: int = STRIP_ROWS
+    high: int = STRIP_ROWS
+
+    def fitted(self, sight: Sight, rows: int, cols: int) -> Tiling:
+        """For what rows of that many see."""
+        return replace(self, high=strip_rows(sight, rows, cols, self.least))
 
     def cut(self, sight: Sight, rows: Sequence[Placed], cols: Sequence[Placed]) -> tuple[Tile, ...]:
         tiles = [tile for r in rows for c in cols for tile in self._block(sight, r, c)]
@@ -110,7 +151,7 @@ class Tiling:
         return tiles
 
     def _strip(self, cols: Interval) -> int:
-        return max(1, min(STRIP_ROWS, self.largest // (cols[1] - cols[0])))
+        return max(1, min(self.high, self.largest // (cols[1] - cols[0])))
 
     def _whole(self, sight: Sight, rows: Interval, cols: Interval) -> str | None:
         """The kind of tile that a block is as a whole, if it is one."""
@@ -188,7 +229,8 @@ class Schedule:
 
     def __init__(self, sight: Sight, rows: Layout, cols: Layout, tiling: Tiling, moved: np.ndarray) -> None:
         self.ranks = rows.ranks
-        self._sight, self._rows, self._cols, self._tiling, self._moved = sight, rows, cols, tiling, moved
+        self._sight, self._rows, self._cols, self._moved = sight, rows, cols, moved
+        self._tiling = tiling.fitted(sight, rows.length, cols.length)
         self._held = [[placed(shard) for shard in layout.shards] for layout in (rows, cols)]
         self._jobs: dict[tuple[int, int], tuple[Job, ...]] = {}
         self._counts: dict[tuple[int, int, bool], int] = {}

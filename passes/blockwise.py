@@ -20,7 +20,7 @@ from torch import fx
 from ..cost_model.volumes import head_groups
 from ..kernels import attend, blocks, comm, flash, random
 from ..kernels.layout import Layout, contiguous, head_tail, kv_heads, split
-from ..kernels.schedule import Schedule, Tiling, balanced, level_by_layout, members, owner_computes
+from ..kernels.schedule import Schedule, Tiling, balanced, level_by_layout, looked_at, members, owner_computes, strip_rows
 from ..kernels.sight import Grid, Sight
 from ..kernels.travel import Route
 from .detect import Region, Use
@@ -31,7 +31,7 @@ from .placement import Shard, V
 from .program import Heads, ProgramBuilder
 from .relation import operands, shape
 from .rules.base import Builder, Recipe, argument
-from .sites import Leaf, SiteContext, atmost, autocast, batch, demands, moved, row_of
+from .sites import Leaf, SiteContext, atmost, autocast, batch, demands, moved, row_of, strip_of
 
 aten = torch.ops.aten
 
@@ -57,9 +57,9 @@ class Blockwise:
 
     def counted(self, region: Region, ctx: SiteContext) -> dict[str, Any]:
         """What travels over all ranks, in how many steps, and the busiest rank's work (at most, where batches decide)."""
-        sight, ranks = atmost(ctx.sight(region, form(region).scores)), ctx.ranks
+        sight, ranks, least = atmost(ctx.sight(region, form(region).scores)), ctx.ranks, strip_of(region)
         rows, columns = self.layout(region.row.length, ranks), self.layout(region.columns, ranks)
-        return {**_counted(self.make, sight, members(rows, self.near), members(columns, self.near)), "inner": self.near}
+        return {**_counted(self.make, sight, members(rows, self.near), members(columns, self.near), least), "inner": self.near}
 
     def narrowed(self, region: Region, ctx: SiteContext) -> Region:
         """The region whose columns travel as their latent, where they have one and heads are not exchanged."""
@@ -103,10 +103,14 @@ class Blockwise:
 
 
 @functools.lru_cache(maxsize=128)
-def _counted(make: Callable[..., Schedule], sight: Sight, rows: Layout, columns: Layout) -> dict[str, Any]:
+def _counted(make: Callable[..., Schedule], sight: Sight, rows: Layout, columns: Layout, least: int) -> dict[str, Any]:
     """The same for all layers under one mask, and whatever the layout of the model at hand."""
-    schedule = make(sight, rows, columns, Tiling(True, attend.BLOCK_ELEMENTS))
-    return {"moved": schedule.travelling, "steps": len(schedule.steps) - 1, "work": schedule.busiest}
+    schedule = make(sight, rows, columns, Tiling(True, attend.BLOCK_ELEMENTS, least=least))
+    counts = {"moved": schedule.travelling, "steps": len(schedule.steps) - 1, "work": schedule.busiest}
+    if isinstance(sight, Grid):
+        counts["work"] *= looked_at(sight, rows.length, columns.length, least)
+        counts["calls"] = -(-rows.size(0) // strip_rows(sight, rows.length, columns.length, least))
+    return counts
 
 
 RING = Blockwise(head_tail, level_by_layout)
@@ -217,6 +221,7 @@ class _Lowering:
                 attend.BLOCK_ELEMENTS // (batch(region) * (1 if kernel else max(1, heads.count))),
                 # A value that lies whole on every rank is cut where a tile stands.
                 joined=kernel is not None and kernel.direct is not None and all(carriers[i] != "whole" for i in kernel.direct),
+                least=strip_of(region),
             ),
             b.rank // self.inner,
             tuple(range(b.rank % self.inner, b.ranks, self.inner)),

@@ -13,8 +13,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..kernels import attend, comm, random
-from ..kernels.layout import Interval, Layout, kv_heads, split
-from ..kernels.schedule import STRIP_ROWS, placed
+from ..kernels.layout import Interval, Intervals, Layout, kv_heads, split
+from ..kernels.schedule import least_strip, looked_at, placed, strip_rows
 from ..kernels.sight import Causal, Everything, Grid, Sight
 from .detect import SDPA, Axes, Region, Use
 from .facts import Facts, is_float
@@ -132,17 +132,30 @@ def no_heads(region: Region, ctx: SiteContext) -> str | None:
 
 
 def pairs_of_all(region: Region, ctx: SiteContext) -> float | None:
-    """Pairs that a whole head computes, counted where the mask is more than a band."""
+    """Pairs that a whole head goes through, counted where the mask is more than a band."""
     sight = _counted(region, ctx)
-    return None if sight is None else sight.pairs((0, region.row.length), (0, region.columns))
+    return None if sight is None else _through(region, sight, (((0, region.row.length),),))
 
 
 def pairs_of_rows(region: Region, ctx: SiteContext) -> float | None:
     """Pairs of the rank whose rows see most, counted where the mask is more than a band."""
     sight = _counted(region, ctx)
-    if sight is None:
-        return None
-    return max(sum(sight.pairs(rows, (0, region.columns)) for rows in shard) for shard in region.row.shards)
+    return None if sight is None else _through(region, sight, region.row.shards)
+
+
+def _through(region: Region, sight: Sight, shards: Sequence[Intervals]) -> float:
+    visible = max(sum(sight.pairs(rows, (0, region.columns)) for rows in shard) for shard in shards)
+    return visible * looked_at(sight, region.row.length, region.columns, strip_of(region))
+
+
+def strip_of(region: Region) -> int:
+    """Rows that strips of a region have at least."""
+    return least_strip(region.closing.meta["val"].device.type)
+
+
+def strips_of(region: Region, sight: Sight) -> int:
+    """Rows of a region's strips under that sight."""
+    return strip_rows(sight, region.row.length, region.columns, strip_of(region))
 
 
 def covered(region: Region, ctx: SiteContext, sights: tuple[type, ...]) -> bool:
@@ -273,18 +286,19 @@ def _blocks(region: Region, ctx: SiteContext, rows: tuple[Interval, ...], trimme
     A softmax of no columns has no general answer: regions other than attention kernels see every column.
     """
     sight = atmost(ctx.sight(region)) if trimmed else Everything()
-    key = (sight.key, rows, region.columns)
+    high = strips_of(region, sight)
+    key = (sight.key, rows, region.columns, high)
     if key not in ctx.blocks:
         ctx.blocks[key] = tuple(
             attend.Block(*r.local((a, z)), *sight.seen((a, z), (0, region.columns)))
             for r in placed(rows)
-            for a, z in _strips(r.interval)
+            for a, z in _strips(r.interval, high)
         ) or (attend.Block(0, 0, 0, region.columns),)
     return ctx.blocks[key]
 
 
-def _strips(interval: Interval) -> list[Interval]:
-    return [(a, min(interval[1], a + STRIP_ROWS)) for a in range(*interval, STRIP_ROWS)]
+def _strips(interval: Interval, high: int) -> list[Interval]:
+    return [(a, min(interval[1], a + high)) for a in range(*interval, high)]
 
 
 def _direct(

@@ -11,7 +11,7 @@ from ..kernels.sight import Causal, Everything
 from .blockwise import BLOCKWISE, Blockwise
 from .detect import Region
 from .rules.base import Recipe
-from .sites import SiteContext, all_to_all, covered, gather_kv, no_heads, pairs_of_all, pairs_of_rows
+from .sites import SiteContext, all_to_all, atmost, covered, gather_kv, no_heads, pairs_of_all, pairs_of_rows, strips_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,10 @@ class Strategy:
 
     def counted(self, region: Region, ctx: SiteContext) -> dict[str, Any]:
         """Fields of `volumes.Attention` that are counted on the mask at hand."""
-        return {"work": self.work(region, ctx), "by_rows": ctx.ranks > 1 and not covered(region, ctx, self.direct)}
+        by_rows = ctx.ranks > 1 and not covered(region, ctx, self.direct)
+        rows = region.row.length if self.work is pairs_of_all else region.row.size(0)
+        calls = -(-rows // strips_of(region, atmost(ctx.sight(region)))) if by_rows else None
+        return {"work": self.work(region, ctx), "by_rows": by_rows, "calls": calls}
 
 
 LOWERINGS: dict[str, Strategy | Blockwise] = {

@@ -18,8 +18,10 @@ from autosp.kernels.schedule import (
     Tile,
     Tiling,
     balanced,
+    looked_at,
     members,
     owner_computes,
+    strip_rows,
 )
 from autosp.kernels.sight import Causal, Everything, Grid, Sight
 
@@ -339,3 +341,18 @@ def test_the_best_split_is_the_same_every_time() -> None:
     one, other = (balanced(exact(mask.copy()), held_by, held_by, FLASH) for _ in range(2))
     assert len(one.steps) > 1 and [jobs(one)] == [jobs(other)]
     assert one.travelling[0] > 0, "some block was moved"
+
+
+@pytest.mark.parametrize(("make", "layout"), [(owner_computes, contiguous), (balanced, contiguous), (balanced, head_tail)])
+def test_a_window_s_strips_are_as_low_as_it_asks(make: Make, layout: Make) -> None:
+    """What is gone through for what is visible: a window of 256 in strips of 1024 rows is 5 times as much, in strips of 128 half
+    more; a mask that hides little gains nothing from low strips."""
+    length, window, held_by = 2048, 256, layout(2048, 2)
+    i = np.arange(length)
+    mask = (i[None] <= i[:, None]) & (i[None] > i[:, None] - window)
+    high, low = (make(exact(mask), held_by, held_by, Tiling(True, 1 << 30, least=least)) for least in (1024, 128))
+    through = [sum(s.work(r) for r in range(2)) / mask.sum() for s in (high, low)]
+    assert through[1] < 1.7 and through[0] > 1.5 * through[1]
+    assert looked_at(exact(mask), length, length, 128) == pytest.approx(through[1], rel=0.1), "what the price takes"
+    assert strip_rows(exact(mask), length, length, 128) == 128
+    assert strip_rows(Everything(), length, length, 128) == 1024 and strip_rows(Causal(), 1 << 14, 1 << 14, 128) == 1024

@@ -25,6 +25,10 @@ STRATEGIES = (
 )
 SIZE_HELP = "positions of a sequence, for a transformers model: 131072, 128K or 1M"
 PLAN_HELP = "a file that `autosp plan --json` wrote"
+MEMORY_HELP = (
+    "what is computed again in backward: auto, whatever is fastest and fits; bytes that a device may use, such as 80GB; or of "
+    "every layer none, attention (all but attention and its exchange) or full (all of it)"
+)
 MODEL_HELP = "file.py:factory or package.module:factory, returning (module, inputs); or a transformers model type such as llama"
 
 
@@ -37,6 +41,7 @@ def check(
     dtype: Annotated[str | None, typer.Option(help="float64 or float32; float64 if not given, or float32 for experts")] = None,
     strategy: Annotated[str | None, typer.Option(help=STRATEGIES + ": for all that it applies to")] = None,
     mesh: Annotated[str | None, typer.Option(help="such as dp=2,sp=2")] = None,
+    memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "auto",
     compiler: Annotated[str, typer.Option(help="aot_eager or inductor")] = "aot_eager",
     timeout: Annotated[float, typer.Option(min=1, help="seconds for the whole run")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="print only JSON")] = False,
@@ -51,7 +56,7 @@ def check(
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}", param_hint="--dtype")
     shape = parse_mesh(mesh, ranks)
-    options = {"compiler": compiler} | ({"strategy": strategy} if strategy else {})
+    options = {"compiler": compiler, "memory": memory} | ({"strategy": strategy} if strategy else {})
     report = run_check(ModelSpec(model, seq_len, batch, dtype), shape, options, timeout)
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
@@ -69,7 +74,7 @@ def plan(
     per_node: Annotated[int | None, typer.Option(min=1, help="devices a node; the machine's own number if not given")] = None,
     batch: Annotated[int, typer.Option(min=1, help="sequences, for a transformers model")] = 1,
     dtype: Annotated[str, typer.Option(help="of weights and activations: bfloat16, float16, float32 or float64")] = "bfloat16",
-    memory: Annotated[str | None, typer.Option(help="bytes a device may use, such as 80GB; all it has if not given")] = None,
+    memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "auto",
     strategy: Annotated[str | None, typer.Option(help=STRATEGIES + ": for all that it applies to")] = None,
     mesh: Annotated[str | None, typer.Option(help="such as dp=8,sp=64: the batch is that of one data-parallel group")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the plan, for `autosp.parallelize(plan=FILE)`")] = None,
@@ -81,13 +86,12 @@ def plan(
 
     Exit code 0: planned. 2: refused, with the reason and what would work.
     """
-    from autosp.cost_model.amounts import nbytes, positions
+    from autosp.cost_model.amounts import positions
     from autosp.plan_for import Question, mesh_of
     from autosp.plan_tables import console, print_plan
 
     with refusals():
-        room = None if memory is None else nbytes(memory)
-        asked = Question(model, positions(seq_len), mesh_of(mesh, ranks), hardware, per_node, batch, dtype, room, strategy)
+        asked = Question(model, positions(seq_len), mesh_of(mesh, ranks), hardware, per_node, batch, dtype, memory, strategy)
         made = asked.answer()
         print_plan(made, console())
         if json_file is not None:

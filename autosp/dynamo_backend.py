@@ -22,7 +22,7 @@ from .kernels import agree
 from .mesh import World, resolve
 from .passes import recognise
 from .passes.pipeline import Compiled, Settings, compile_graph
-from .planning import Planning
+from .planning import Planning, room
 
 
 class Backend:
@@ -160,10 +160,12 @@ def backend(
     check_batch: bool = True,
     plan: Plan | str | Path | None = None,
     hardware: str | Path | None = None,
+    memory: str | float = "auto",
 ) -> Backend:
     """A backend for `torch.compile` with options; see `autosp.parallelize` for what they mean."""
     recognise.install()
-    return Backend(mesh, Settings(strategy, outputs, seq_dim, compiler, grad_sync), check_batch, Planning(hardware, plan))
+    settings = Settings(strategy, outputs, seq_dim, compiler, grad_sync)
+    return Backend(mesh, settings, check_batch, Planning(hardware, plan, *room(memory)))
 
 
 _plain: Backend | None = None

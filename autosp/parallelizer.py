@@ -20,7 +20,7 @@ from .kernels.errors import AutospError
 from .passes import associative, functions, recognise
 from .passes.capture import CaptureError
 from .passes.pipeline import Settings
-from .planning import Planning
+from .planning import Planning, room
 
 
 def parallelize(
@@ -35,6 +35,7 @@ def parallelize(
     check_batch: bool = True,
     plan: Plan | str | Path | None = None,
     hardware: str | Path | None = None,
+    memory: str | float = "auto",
 ) -> Any:
     """Make a model, a class of models or a function run sequence-parallel; call it exactly as before.
 
@@ -53,18 +54,21 @@ def parallelize(
         all ranks to the user's DDP or FSDP.
     seq_dim: hint where inputs carry the sequence: a dimension, or {argument name: dimension}.
     check_batch: compare the batch across ranks at every step (one small all-gather).
-    plan: what `autosp plan` decided, or the file it wrote; the model must be the one it is for. hardware: the machine to plan
-    for,
-        by name or as a file of `autosp calibrate`; default: what it runs on.
+    plan: what `autosp plan` decided, or the file it wrote; the model must be the one it is for.
+    hardware: the machine to plan for, by name or as a file of `autosp calibrate`; default: what it runs on.
+    memory: what backward finds of each layer. "auto": whatever is fastest in the memory that a device has; bytes, or "40GB": in
+        so much of it. For every layer alike, "none": everything, nothing is computed again; "attention": its input and its
+        attention's output, so that backward repeats neither attention nor an exchange; "full": its input alone.
 
     Raises, at the first call: CaptureError for a graph break, SequenceError for a sequence shorter than the ranks,
     MeshError for a mesh without an sp axis, PlanError for a plan of another model, HardwareError for an unknown machine; at
-    any call DisagreementError when ranks disagree. StrategyError at once for unknown options.
+    any call DisagreementError when ranks disagree. StrategyError and AmountError at once for unknown options.
     """
     settings = Settings(strategy, outputs, seq_dim, compiler, grad_sync)
+    planning = Planning(hardware, plan, *room(memory))
 
     def new_backend() -> Backend:
-        return Backend(mesh, settings, check_batch, Planning(hardware, plan))
+        return Backend(mesh, settings, check_batch, planning)
 
     if target is None:
         return lambda t: _wrap(t, new_backend)

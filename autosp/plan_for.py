@@ -11,7 +11,6 @@ from .cost_model.errors import PlanningError
 from .cost_model.hardware import DTYPES, Hardware, HardwareError, load
 from .cost_model.plan import Plan
 from .cost_model.planner import MemoryShort
-from .cost_model.problem import SAVES
 
 
 class MeshShort(PlanningError):
@@ -21,7 +20,7 @@ class MeshShort(PlanningError):
 @dataclass(frozen=True)
 class Question:
     """model: as `RealSpec` takes it. mesh: {"sp": 64} or {"dp": 8, "sp": 64}. hardware: a machine by name, or a file. per_node:
-    devices of the nearest level, where that is not the machine's own number. memory: bytes a device; None: the machine's.
+    devices of the nearest level, where that is not the machine's own number. memory: as for `parallelize`.
     batch: of one data-parallel group."""
 
     model: str
@@ -31,7 +30,7 @@ class Question:
     per_node: int | None = None
     batch: int = 1
     dtype: str = "bfloat16"
-    memory: float | None = None
+    memory: str | float = "auto"
     strategy: str | None = None
 
     def machine(self) -> Hardware:
@@ -52,10 +51,10 @@ class Question:
         from .dry_run import dry_run
         from .model_spec import RealSpec
         from .passes.pipeline import Settings
-        from .planning import Planning
+        from .planning import Planning, room
 
         settings = Settings(self.strategy)
-        planning = Planning(machine, None, self.memory, SAVES, True)
+        planning = Planning(machine, None, *room(self.memory), strict=True)
         spec = RealSpec(self.model, self.seq_len, self.batch, self.dtype)
         try:
             return dry_run(spec, self.mesh["sp"], settings, planning, self.mesh.get("dp", 1)).plan

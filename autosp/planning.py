@@ -7,22 +7,37 @@ from pathlib import Path
 
 import torch
 
+from .cost_model.amounts import AmountError, nbytes
 from .cost_model.hardware import Hardware, load, names
 from .cost_model.plan import Plan, PlanError
 from .cost_model.planner import Follow, Planner
 from .cost_model.problem import SAVES, Decide
 
+# What backward may find of a layer, by the word for it: whatever is fastest and fits, or the same of every layer.
+MEMORY = {"auto": SAVES, "none": SAVES[:1], "attention": SAVES[1:2], "full": SAVES[2:]}
+
+
+def room(memory: str | float) -> tuple[float | None, tuple[str, ...]]:
+    """Bytes a device that a plan may take (None: all there are), and what backward may find of a layer. Raises AmountError."""
+    if isinstance(memory, str) and memory in MEMORY:
+        return None, MEMORY[memory]
+    try:
+        return nbytes(str(memory)), SAVES
+    except AmountError as error:
+        raise AmountError(f"memory: {error}; or one of {', '.join(MEMORY)}") from None
+
 
 @dataclass(frozen=True)
 class Planning:
     """hardware: a machine of `cost_model/machines` by name, or a file that `autosp calibrate` wrote; None: what runs here.
-    plan: one that was made before, or the file it is in. memory: bytes a device that a plan may take; None: all there are.
+    plan: one that was made before, or the file it is in. memory, saves: as `room` gives them. strict: raise MemoryShort where
+    nothing fits.
     """
 
     hardware: str | Path | Hardware | None = None
     plan: Plan | str | Path | None = None
     memory: float | None = None
-    saves: tuple[str, ...] = SAVES[:1]
+    saves: tuple[str, ...] = SAVES
     strict: bool = False
 
     def decide(self, device: torch.device) -> Decide:

@@ -7,9 +7,11 @@ from sympy import Eq, Expr, Max, Min, Piecewise, Rational, ceiling, log
 from .price import FAR, NOTHING, ONE, TINY, Pass, Price, exchange, hidden, many
 from .symbols import (
     B,
+    D_v,
     F_b,
     F_f,
     G,
+    H,
     K_b,
     P,
     T,
@@ -20,6 +22,7 @@ from .symbols import (
     beta_m,
     beta_n,
     beta_xf,
+    e,
     f,
     f_A,
     f_c,
@@ -43,6 +46,7 @@ from .symbols import (
 )  # fmt: skip
 
 TOKENS = B * w * T / P  # bytes of a rank's tokens
+OUTPUT = B * H * T / P * D_v * e + s  # results, and the state that the rank found: backward repeats the rest, but no exchange
 BACK = Rational(5, 2)  # work of backward ÷ work of forward
 JOINED = 3 * s  # bytes read and written to make S' = A S + B: S and B read, S' written
 
@@ -58,20 +62,23 @@ def _reordered() -> tuple[Expr, Expr]:
     """Tokens from a head-tail layout and back: seconds, and bytes that a rank sends, as the mean over ranks. It holds two runs,
     each of which goes to one other rank."""
     call = alpha_x + Min(2, P - 1) * gamma_xf
-    return Min(1, z * P) * many * (n_x * call + Min(1, (P - 1) / 2) * TOKENS / beta_xf), z * TOKENS
+    copied = 4 * TOKENS / beta_m
+    return Min(1, z * P) * many * (n_x * call + copied + Min(1, (P - 1) / 2) * TOKENS / beta_xf), z * TOKENS
 
 
-def _scanned(passed: Expr, sent: Expr, far: Expr, more: Expr = NOTHING, joins: Expr = NOTHING) -> Price:
+def _scanned(passed: Expr, sent: Expr, far: Expr, joins: Expr = NOTHING) -> Price:
     """What ranks do to states travels while f_i is computed; what has arrived is put together in `joins` steps of S' = A S + B.
-    `more` work tells a rank what it does."""
+
+    To know what it does, a rank of a delta rule sends nothing through its chunks, and forward also the identity (f_A): more work.
+    """
     order, relaid = _reordered()
 
-    def way(work: Expr, rate: Expr, call: Expr) -> Pass:
-        compute = (work * f + more) / rate + call + joins * (JOINED / beta_m + f_c / rate)
+    def way(work: Expr, rate: Expr, call: Expr, more: Expr) -> Pass:
+        compute = (work * f + more * many) / rate + call + joins * (JOINED / beta_m + f_c / rate)
         exposed = passed - hidden(passed, work * f_i / rate + call / 3)
         return Pass(compute, passed + order, exposed + order, sent + relaid, far + relaid * FAR)
 
-    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * s_A + relaid)
+    return Price(way(ONE, F_f, tau, f_s + f_A), way(BACK, F_b, tau_b, f_s), TOKENS + s, 2 * s_A + relaid, OUTPUT, OUTPUT)
 
 
 def _chained() -> Price:
@@ -97,7 +104,7 @@ def _chained() -> Price:
         sent, far = n_s * s, n_s * s * BETWEEN / Max(1, P - 1)
         return Pass(compute, passed + behind + order, exposed + order, sent + relaid, far + relaid * FAR)
 
-    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * s_A + relaid)
+    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * s_A + relaid, OUTPUT, OUTPUT)
 
 
 def _linear_all_to_all() -> Price:
@@ -107,7 +114,7 @@ def _linear_all_to_all() -> Price:
     def way(work: Expr, rate: Expr, call: Expr) -> Pass:
         return Pass(work * f / rate + call, moved + order, moved + order, x + relaid, (x + relaid) * FAR)
 
-    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * TOKENS + relaid)
+    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * TOKENS + relaid, TOKENS + OUTPUT, OUTPUT)
 
 
 LINEAR_COSTS: dict[str, Price] = {
@@ -116,7 +123,6 @@ LINEAR_COSTS: dict[str, Price] = {
         DOUBLINGS * (gamma_h + s_A / beta_h),
         n_A * s_A,
         n_A * s_A * FAR,
-        more=f_A * many,
         joins=2 * DOUBLINGS * s_A / s,  # of what is before a rank, and of that with the rank itself; A too where it is a matrix
     ),
     "two-level": _scanned(
@@ -125,11 +131,8 @@ LINEAR_COSTS: dict[str, Price] = {
         + (Min(1, BETWEEN) + Max(0, BETWEEN - 1) * CROWD) * (gamma_h + s / beta_h),
         n_A * s_A + n_s * s,
         n_s * s * BETWEEN / Max(1, P - 1),
-        more=f_A * many,
         joins=(G - 1) * s_A / s + BETWEEN + Min(1, G - 1),
     ),
-    "gather-states": _scanned(
-        many * alpha_g + (P - 1) * (gamma_g + s_A / beta_g), n_A * s_A, n_A * s_A * FAR, more=f_A * many, joins=P - 1
-    ),
+    "gather-states": _scanned(many * alpha_g + (P - 1) * (gamma_g + s_A / beta_g), n_A * s_A, n_A * s_A * FAR, joins=P - 1),
     "all-to-all": _linear_all_to_all(),
 }

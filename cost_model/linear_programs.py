@@ -240,7 +240,8 @@ def linear_ops(strategy: str, a: LinearAttention, back: bool, hardware: Hardware
     add = 3 * a.state / v[symbols.beta_m]
     call = v[symbols.tau_b if back else symbols.tau]
     ops = Ops(hardware, a.ranks)
-    more, join = v[symbols.f_A] / rate, add + v[symbols.f_c] / rate
+    more = (v[symbols.f_s] + (0.0 if back else v[symbols.f_A])) / rate
+    join = add + v[symbols.f_c] / rate
     site = Site(ops, a, back, rest * begun, inside, rest * (1 - begun), carry, more, join, add, call)
     LINEAR_PROGRAMS[strategy](site)
     return ops.ops

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .hardware import Hardware, Level, Link
 from .simulator import COMPUTE, Op
@@ -61,7 +61,15 @@ class Ops:
     # Collectives: each rank begins when it is there, and goes on when its own messages have come and gone.
 
     def exchange(self, name: str, groups: Sequence[Sequence[int]], size: Callable[[int, int], float]) -> None:
-        """All-to-all in each group, pair by pair; `size(sender, receiver)` bytes."""
+        """All-to-all in each group, pair by pair; `size(sender, receiver)` bytes. They are put in order before and after."""
+
+        def ordered(rank: int, sizes: Iterable[float]) -> None:
+            self.compute(rank, f"{name}: in order", 2 * sum(sizes) / self.hardware.bandwidth.value)
+
+        several = [group for group in groups if len(group) > 1]
+        for group in several:
+            for rank in group:
+                ordered(rank, (size(rank, to) for to in group))
         before = self._called(groups, "all_to_all")
         mine: list[list[int]] = [[] for _ in range(self.ranks)]
         among = max(map(len, groups))
@@ -75,6 +83,9 @@ class Ops:
             mine[to].append(number)
         for rank, messages in enumerate(mine):
             self.join(rank, messages)
+        for group in several:
+            for rank in group:
+                ordered(rank, (size(sender, rank) for sender in group))
 
     def around(self, name: str, collective: str, size: float) -> None:
         """All-gather or reduce-scatter of all ranks around a ring: P − 1 messages of `size` bytes to the next rank."""

@@ -122,7 +122,8 @@ class Layer:
     """What else a part of the model does on one rank, forward: FLOP of matrix products, bytes read and written by everything
     else.
 
-    saved: bytes that backward needs if nothing is computed again; entering: bytes of what enters the layer.
+    saved: bytes that backward needs if nothing is computed again; entering: bytes of what enters the layer. checkpointed: the
+    model itself has it computed again.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Layer:
     traffic: float = 0.0
     saved: float = 0.0
     entering: float = 0.0
+    checkpointed: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ class Beside:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that was decided for one graph. Printed, it explains itself. node: ranks of the nearest level, 0: all."""
+    """Everything that was decided for one graph. Printed, it explains itself. node: ranks of the nearest level, 0: all.
+    saves: what backward finds of a layer, by name, where that is not everything."""
 
     ranks: int
     sequence: tuple[int, ...]
@@ -174,6 +177,7 @@ class Plan:
     totals: Totals | None = None
     beside: Beside | None = None
     node: int = 0
+    saves: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:

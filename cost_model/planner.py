@@ -61,6 +61,7 @@ class Planner:
             self.hardware.name,
             tuple(notes),
             self.hardware.node,
+            {name: way.saved for name, _, way in best.ways if way.saved != "everything"},
         )
 
 
@@ -92,7 +93,7 @@ class Follow:
         )
         made = self.planner(replace(problem, sites=sites, layout=plan.layout, strategy=None))
         choices = (replace(c, saved=s.saved) for c, s in zip(made.choices, plan.sites, strict=True))
-        return replace(made, choices=tuple(choices))
+        return replace(made, choices=tuple(choices), saves=plan.saves)
 
 
 def _as_planned(site: SiteProblem, strategy: str, params: dict[str, int]) -> tuple[Candidate, ...]:
@@ -121,7 +122,7 @@ class _Way:
 class _Unit:
     """Layers that are alike."""
 
-    members: tuple[tuple[int, ...], ...]  # for each occurrence, its sites' numbers in the problem
+    members: tuple[tuple[str, tuple[int, ...]], ...]  # for each occurrence its name, and its sites' numbers in the problem
     ways: tuple[_Way, ...]
 
 
@@ -130,7 +131,7 @@ class _Solution:
     layout: str
     seconds: float
     peak: float
-    ways: tuple[tuple[tuple[int, ...], _Way], ...]  # (sites, way) for each layer
+    ways: tuple[tuple[str, tuple[int, ...], _Way], ...]  # (name, sites, way) for each layer
     gap: float
 
 
@@ -140,7 +141,7 @@ def _layouts(problem: Problem) -> tuple[str, ...]:
 
 def _obeyed(problem: Problem, solution: _Solution) -> int:
     """Sites that have the strategy asked for: a layout in which it cannot apply is no way out."""
-    picks = [(i, pick) for sites, way in solution.ways for i, pick in zip(sites, way.picks, strict=True)]
+    picks = [(i, pick) for _, sites, way in solution.ways for i, pick in zip(sites, way.picks, strict=True)]
     return sum(problem.sites[i].candidates[pick].strategy == problem.strategy for i, pick in picks)
 
 
@@ -155,10 +156,12 @@ def placed(candidate: Candidate, layout: str) -> Candidate:
 
 
 def usable(problem: Problem, site: SiteProblem, layout: str) -> list[int]:
-    """Numbers of the candidates that a layout leaves; where a strategy was asked for and applies, only its own."""
+    """Numbers of the candidates that a layout leaves; where a strategy was asked for and applies, only its own. A ring whose
+    places are one group of all ranks is an all-to-all with more copies: it must be asked for."""
     fitting = [i for i, c in enumerate(site.candidates) if not c.reason and c.layout in (None, layout)]
     asked = [i for i in fitting if site.candidates[i].strategy == problem.strategy]
-    return asked or fitting
+    rings = [i for i in fitting if problem.ranks == 1 or dict(site.candidates[i].params).get("inner") != problem.ranks]
+    return asked or rings or fitting
 
 
 def layer_seconds(layer: Layer, hardware: Hardware, dtype: str) -> float:
@@ -178,26 +181,26 @@ def _ways(problem: Problem, layer: Layer, sites: Sequence[SiteProblem], layout: 
         ]
         once = sum(c.seconds for c in costs) + (1 + BACKWARD) * forward
         held = max((c.held for c in costs), default=0.0)
-        saved = sum(c.saved for c in costs)
-        for save in planner.saves:
-            again = {"everything": 0.0, "attention output": forward, "layer input": forward + sum(map(_forward, costs))}[save]
-            kept = kept_bytes(save, layer, saved)
-            more = 0.0 if save == "everything" else layer.saved + saved  # one layer at a time is computed again
+        for save in allowed(layer, planner.saves):
+            again = 0.0 if save == "everything" else forward + sum(c.again(save) for c in costs)
+            kept = kept_bytes(save, layer) + sum(c.kept(save) for c in costs)
+            # One layer at a time is computed again.
+            more = 0.0 if save == "everything" else layer.saved + sum(c.saved for c in costs)
             found.append(_Way(picks, save, once + again, kept, held + more))
     return tuple(_undominated(found))
 
 
-def kept_bytes(save: str, layer: Layer, saved: float) -> float:
-    """Bytes from a layer's forward to its backward, of which its sites save `saved` where everything is kept."""
-    return {
-        "everything": layer.saved + saved,
-        "attention output": layer.entering + saved / 2,
-        "layer input": layer.entering,
-    }[save]
+def allowed(layer: Layer, saves: tuple[str, ...]) -> tuple[str, ...]:
+    """What backward may find of a layer. What is in no numbered part of the model is not computed again; what the model itself
+    has computed again is, with its attention's output kept where that is allowed."""
+    if layer.checkpointed:
+        return tuple(s for s in saves if s != "everything") or ("layer input",)
+    return saves if layer.name else ("everything",)
 
 
-def _forward(c: Cost) -> float:
-    return c.forward[0] + c.forward[2]
+def kept_bytes(save: str, layer: Layer) -> float:
+    """Bytes from a layer's forward to its backward, without what its sites keep."""
+    return layer.saved if save == "everything" else layer.entering
 
 
 def _undominated(ways: Sequence[_Way]) -> list[_Way]:
@@ -213,14 +216,14 @@ def _units(problem: Problem, layout: str, planner: Planner) -> list[_Unit]:
     for i, site in enumerate(problem.sites):
         by_layer.setdefault(site.layer, []).append(i)
     named = {layer.name: layer for layer in problem.layers}
-    alike: dict[tuple[Layer, object], list[tuple[int, ...]]] = {}
+    alike: dict[tuple[Layer, object], list[tuple[str, tuple[int, ...]]]] = {}
     for name, numbers in by_layer.items():
-        layer = replace(named.get(name, Layer(name)), name="")
+        layer = replace(named.get(name, Layer(name)), name="any" if name else "")
         key = (layer, tuple(problem.sites[i].candidates for i in numbers))
-        alike.setdefault(key, []).append(tuple(numbers))
+        alike.setdefault(key, []).append((name, tuple(numbers)))
     units = []
     for (layer, _), members in alike.items():
-        sites = [problem.sites[i] for i in members[0]]
+        sites = [problem.sites[i] for i in members[0][1]]
         units.append(_Unit(tuple(members), _ways(problem, layer, sites, layout, planner)))
     return units
 
@@ -241,7 +244,7 @@ def _solve(problem: Problem, layout: str, planner: Planner) -> _Solution | None:
         picked, gap = solved if solved else ([[_smallest(u)] * len(u.members) for u in units], 0.0)
     seconds = sum(way.seconds for ways in picked for way in ways) + _elsewhere(problem, planner.hardware)
     pairs = [
-        (sites, way) for unit, ways in zip(units, picked, strict=True) for sites, way in zip(unit.members, ways, strict=True)
+        (*member, way) for unit, ways in zip(units, picked, strict=True) for member, way in zip(unit.members, ways, strict=True)
     ]
     return _Solution(layout, seconds, _peak(constant, picked), tuple(pairs), gap)
 
@@ -321,7 +324,7 @@ def _totals(problem: Problem, best: _Solution, planner: Planner) -> Totals:
         forward += layer_seconds(layer, hardware, problem.dtype)
     costs = [
         _cost_of(problem, i, pick, best.layout, planner)
-        for sites, way in best.ways
+        for _, sites, way in best.ways
         for i, pick in zip(sites, way.picks, strict=True)
     ]
     alone = (1 + BACKWARD) * forward + sum(
@@ -330,7 +333,7 @@ def _totals(problem: Problem, best: _Solution, planner: Planner) -> Totals:
     )
     step, constant = max(best.seconds, 1e-30), _constant_bytes(problem)
     exposed = sum(c.exposed for c in costs) + _elsewhere(problem, hardware)
-    kept = sum(way.kept for _, way in best.ways)
+    kept = sum(way.kept for *_, way in best.ways)
     speed = problem.tokens / problem.ranks / step
     return Totals(step, speed, alone / step, best.peak, constant, kept, step - exposed, exposed, planner.budget, best.gap)
 
@@ -345,7 +348,7 @@ def _cost_of(problem: Problem, site: int, pick: int, layout: str, planner: Plann
 
 
 def _choices(problem: Problem, best: _Solution, solved: Sequence[_Solution], planner: Planner) -> tuple[Choice, ...]:
-    chosen = {i: (pick, way) for sites, way in best.ways for i, pick in zip(sites, way.picks, strict=True)}
+    chosen = {i: (pick, way) for _, sites, way in best.ways for i, pick in zip(sites, way.picks, strict=True)}
     others = [s for s in solved if s is not best]
     explained: dict[object, Choice] = {}
     for i, site in enumerate(problem.sites):
@@ -390,6 +393,8 @@ def _refused(
     if not priced:
         return Refused(own[0], own[0].reason)
     candidate, its = min(priced, key=lambda pair: pair[1].seconds)
+    if dict(candidate.params).get("inner") == problem.ranks > 1:
+        return Refused(candidate, "with all ranks in one group it is all-to-all", its.seconds, sum(its.sent))
     numbers = its.seconds, sum(its.sent)
     if candidate.layout not in (None, best.layout):
         other = next((s for s in others if s.layout == candidate.layout), None)

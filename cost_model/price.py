@@ -11,16 +11,22 @@ from .symbols import (
     G_u,
     P,
     alpha_g,
+    alpha_s,
     alpha_x,
     beta_g,
+    beta_m,
+    beta_s,
     beta_x,
     beta_xf,
     gamma_g,
+    gamma_s,
     gamma_x,
     gamma_xf,
     phi,
     u,
 )  # fmt: skip
+
+NOTHING, ONE, TINY = Integer(0), Integer(1), Float(1e-30)
 
 
 @dataclass(frozen=True)
@@ -37,36 +43,48 @@ class Pass:
 
 @dataclass(frozen=True)
 class Price:
-    """A strategy's row. Bytes on a rank: `saved` from forward for backward, `held` at most while it runs beside them."""
+    """A strategy's row. Bytes on a rank: `saved` from forward for backward, `held` at most while it runs beside them. Where its
+    layer is computed again: `output`, what is saved for backward to repeat neither its exchange nor, if it is no linear
+    attention, its work; `always`, what is saved even where all else is repeated."""
 
     forward: Pass
     backward: Pass
     saved: Expr
     held: Expr
+    output: Expr
+    always: Expr = NOTHING
 
     @property
     def terms(self) -> list[Expr]:
-        return [*vars(self.forward).values(), *vars(self.backward).values(), self.saved, self.held]
+        return [*vars(self.forward).values(), *vars(self.backward).values(), self.saved, self.held, self.output, self.always]
 
 
 # Shared -------------------------------------------------------------------------------------------
 
-NOTHING, ONE, TINY = Integer(0), Integer(1), Float(1e-30)
 many = Min(1, P - 1)  # 0 on one rank
 FAR = (P - G) / Max(1, P - 1)  # of the other ranks, those in other nodes
 
 
 def exchange(sent: Expr, count: Expr) -> Expr:
-    """`count` all-to-alls among u ranks in which a rank sends `sent` bytes: links inside and between nodes are used at once."""
+    """`count` all-to-alls among u ranks in which a rank sends `sent` bytes: links inside and between nodes are used at once.
+
+    What goes to a rank must lie in one piece: tensors are read and written once before they are sent, and once after.
+    """
     others = Max(1, u - 1)
+    copied = 4 * sent * u / others / beta_m
     near, far = (G_u - 1) / others, (u - G_u) / others
     inside = count * (G_u - 1) * gamma_x + sent * near / beta_x
-    return Min(1, u - 1) * count * alpha_x + Max(inside, count * (u - G_u) * gamma_xf + sent * far / beta_xf)
+    return copied + Min(1, u - 1) * count * alpha_x + Max(inside, count * (u - G_u) * gamma_xf + sent * far / beta_xf)
 
 
 def gathers(sent: Expr, count: int) -> Expr:
-    """`count` all-gathers or reduce-scatters, around a ring."""
+    """`count` all-gathers, around a ring."""
     return many * count * alpha_g + count * (P - 1) * gamma_g + sent / beta_g
+
+
+def scatters(sent: Expr, count: int) -> Expr:
+    """`count` reduce-scatters, around a ring."""
+    return many * count * alpha_s + count * (P - 1) * gamma_s + sent / beta_s
 
 
 def hidden(transfer: Expr, work: Expr) -> Expr:

@@ -41,6 +41,7 @@ from .symbols import (
     T,
     a,
     alpha_g,
+    alpha_s,
     alpha_x,
     b_b,
     b_f,
@@ -48,6 +49,7 @@ from .symbols import (
     beta_h,
     beta_m,
     beta_n,
+    beta_s,
     beta_x,
     beta_xf,
     c,
@@ -64,6 +66,7 @@ from .symbols import (
     gamma_g,
     gamma_h,
     gamma_n,
+    gamma_s,
     gamma_x,
     gamma_xf,
     k_0,
@@ -98,6 +101,9 @@ class Cost:
     backward: tuple[float, float, float, float, float]
     saved: float
     held: float
+    output: float
+    always: float
+    linear: bool
 
     def _both(self, i: int) -> float:
         return self.forward[i] + self.backward[i]
@@ -117,6 +123,18 @@ class Cost:
     @property
     def seconds(self) -> float:
         return self.compute + self.exposed
+
+    def kept(self, save: str) -> float:
+        """Bytes from forward to backward, by what backward finds of the layer (`problem.SAVES`)."""
+        return {"everything": self.saved, "attention output": self.output, "layer input": self.always}[save]
+
+    def again(self, save: str) -> float:
+        """Seconds that backward takes to compute again what it does not find."""
+        if save == "everything":
+            return 0.0
+        if self.linear:
+            return self.forward[0]
+        return self.forward[0] + self.forward[2] if save == "layer input" else 0.0
 
     @property
     def sent(self) -> tuple[int, int]:
@@ -144,7 +162,9 @@ def cost(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware, 
     values = bound(strategy, sizes, hardware, dtype)
     found = _compiled(isinstance(sizes, LinearAttention), strategy)(*(values.get(q, 0.0) for q in _ALL))
     numbers = tuple(float(v) for v in found)
-    return Cost(numbers[:5], numbers[5:10], *numbers[10:])  # type: ignore[arg-type]
+    saved, held, output, always = numbers[10:]
+    forward, backward = numbers[:5], numbers[5:10]
+    return Cost(forward, backward, saved, held, output, always, isinstance(sizes, LinearAttention))  # type: ignore[arg-type]
 
 
 def sent(strategy: str, sizes: Attention | LinearAttention) -> tuple[int, int]:
@@ -154,9 +174,11 @@ def sent(strategy: str, sizes: Attention | LinearAttention) -> tuple[int, int]:
     return round(float(forward)), round(float(backward))
 
 
-def saved(strategy: str, sizes: Attention | LinearAttention) -> float:
-    """Bytes that a strategy leaves on a rank from forward to backward: on any machine the same."""
-    return float(row(strategy, isinstance(sizes, LinearAttention)).saved.subs(counted(strategy, sizes)))
+def kept(strategy: str, sizes: Attention | LinearAttention, save: str) -> float:
+    """`Cost.kept`: on any machine the same."""
+    price = row(strategy, isinstance(sizes, LinearAttention))
+    held = {"everything": price.saved, "attention output": price.output, "layer input": price.always}[save]
+    return float(held.subs(counted(strategy, sizes)))
 
 
 def bound(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware, dtype: str) -> Values:
@@ -247,7 +269,7 @@ def _links(hardware: Hardware, ranks: int, group: int) -> Values:
     near, far = hardware.levels[0], hardware.level(ranks)
     node = min(near.ranks or ranks, ranks)
     exchange = hardware.level(group).link("all_to_all")
-    gather, hop, inside = far.link("all_gather"), far.link("p2p"), near.link("p2p")
+    gather, scatter, hop, inside = far.link("all_gather"), far.link("reduce_scatter"), far.link("p2p"), near.link("p2p")
     return {
         G: node, u: group, G_u: min(node, group),
         alpha_x: exchange.latency.value, gamma_x: near.link("all_to_all").message.value,
@@ -255,6 +277,7 @@ def _links(hardware: Hardware, ranks: int, group: int) -> Values:
         beta_x: near.link("all_to_all").bandwidth.value * near.used(group),
         beta_xf: far.link("all_to_all").bandwidth.value * far.used(group),
         alpha_g: gather.latency.value, gamma_g: gather.message.value, beta_g: gather.bandwidth.value * far.used(ranks),
+        alpha_s: scatter.latency.value, gamma_s: scatter.message.value, beta_s: scatter.bandwidth.value * far.used(ranks),
         gamma_h: hop.message.value, beta_h: hop.bandwidth.value, gamma_n: inside.message.value, beta_n: inside.bandwidth.value,
     }  # fmt: skip
 
@@ -299,8 +322,8 @@ __all__ = [
     "bound",
     "cost",
     "counted",
+    "kept",
     "row",
-    "saved",
     "sent",
     "textbook",
 ]

@@ -86,7 +86,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Decision:
-    """The planner's answer: one layout, a choice for each site in order, and what a step then takes."""
+    """The planner's answer: one layout, a choice for each site in order, what backward finds of a layer where that is not
+    everything, by name, and what a step then takes."""
 
     layout: str
     choices: tuple[Choice, ...]
@@ -94,6 +95,7 @@ class Decision:
     hardware: str = ""
     notes: tuple[str, ...] = field(default=())
     node: int = 0
+    saves: Mapping[str, str] = field(default_factory=dict)
 
 
 Decide = Callable[[Problem], Decision]

@@ -13,7 +13,8 @@ from .hardware import Hardware
 from .plan import Layer, Plan, PlanError, Site
 from .plan_text import Run
 from .planner import kept_bytes
-from .prices import Cost, cost, saved
+from .prices import Cost, cost
+from .prices import kept as kept_by
 from .problem import Sizes, sizes_of
 
 
@@ -32,15 +33,15 @@ def kept(plan: Plan) -> dict[str, float]:
     """By site's name: bytes that a rank keeps for its backward, with its share of the layer around it."""
     layers = {layer.name: layer for layer in (plan.beside.layers if plan.beside else ())}
     shares = Counter(site.layer for site in plan.sites)
-    known: dict[tuple[str, Sizes], float] = {}
+    known: dict[tuple[str, Sizes, str], float] = {}
     found = {}
     for site in plan.sites:
-        key = (site.strategy, sizes(site))
+        key = (site.strategy, sizes(site), site.saved)
         if key not in known:
-            known[key] = saved(*key)
+            known[key] = kept_by(*key)
         layer, parts = layers.get(site.layer, Layer(site.layer)), shares[site.layer]
         own = replace(layer, saved=layer.saved / parts, entering=layer.entering / parts)
-        found[site.name] = kept_bytes(site.saved, own, known[key])
+        found[site.name] = kept_bytes(site.saved, own) + known[key]
     return found
 
 

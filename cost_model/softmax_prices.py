@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sympy import Expr, Integer, Max, Min
 
-from .price import FAR, Pass, Price, exchange, gathers, hidden
+from .price import FAR, Pass, Price, exchange, gathers, hidden, many, scatters
 from .symbols import (
     N_0,
     B,
@@ -50,6 +50,7 @@ ROWS = S / P * B * H  # (query, head) pairs of a rank
 MERGED_F = 3 * a * ROWS * D_v  # bytes read and written where a block's result is added: twice read, once written
 MERGED_B = 3 * a * (ROWS * D + T / P * B * H_kv * (D + D_v))  # dq; dk and dv
 SAVED = ROWS * (D * e + D_v * e + a) + T / P * B * H_kv * (D + D_v) * e  # q, out, log-sum-exp; k, v
+OUTPUT = ROWS * (D_v * e + a)  # out, log-sum-exp
 ON_HEADS = (D + D_v) * B * e  # bytes of an exchanged (position, head): q and out, or k and v
 PAIRS = {"forward": (PAIR_F / F_f, tau), "backward": (PAIR_B / F_b, tau_b)}  # seconds of one, and of a call
 
@@ -59,18 +60,26 @@ def _all_to_all() -> Price:
     sent, moved = x * ON_HEADS, exchange(x * ON_HEADS, 4)
     far = sent * FAR
     again = Max(0, P / H_kv - 1) * T / P * B * H_kv * (D + D_v) * e  # key/value heads that several ranks need
-    return Price(Pass(forward, moved, moved, sent, far), Pass(backward, moved, moved, sent, far), SAVED + again, 2 * SAVED)
+    saved = SAVED + again + many * ROWS * D_v * e  # all on heads, and what came back
+    return Price(
+        Pass(forward, moved, moved, sent, far),
+        Pass(backward, moved, moved, sent, far),
+        saved,
+        2 * SAVED,
+        saved,
+    )
 
 
 def _gather_kv() -> Price:
     forward, backward = (N * each + k_0 * call for each, call in PAIRS.values())
-    once, back = gathers(m * c, 2), gathers(2 * m * c, 4)
+    once, back = gathers(m * c, 2), gathers(m * c, 2) + scatters(m * c, 2)
     whole = T * B * H_kv * (D + D_v) * e
     return Price(
         Pass(forward, once, once, m * c, m * c * FAR),
         Pass(backward, back, back, 2 * m * c, 2 * m * c * FAR),
         SAVED,
         whole * (1 + a / e),
+        OUTPUT,
     )
 
 
@@ -119,7 +128,9 @@ def _travelling(exchanged: bool = False) -> Price:
 
     block = T / P * B * H_kv * (D + D_v) * e
     forward = way("forward", MERGED_F / beta_m, sent, (b_f, g_f, d_f))
-    return Price(forward, way("backward", MERGED_B / beta_m, back, (b_b, g_b, d_b)), SAVED, 2 * block * (1 + a / e))
+    backward = way("backward", MERGED_B / beta_m, back, (b_b, g_b, d_b))
+    whole = SAVED + ROWS * D_v * e if exchanged else SAVED
+    return Price(forward, backward, whole, 2 * block * (1 + a / e), whole if exchanged else OUTPUT)
 
 
 TRAVELLING = ("halo", "ring", "balanced-ring", "ring-a2a")

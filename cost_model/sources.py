@@ -12,6 +12,7 @@ from .hardware import Hardware, Level, Number
 from .prices import rates
 from .problem import Sizes
 from .states import LinearAttention
+from .volumes import Attention
 
 MODEL = (q.B, q.S, q.T, q.H, q.H_kv, q.D, q.D_v, q.e, q.a, q.w, q.s, q.s_A, q.rho)
 
@@ -83,8 +84,10 @@ def _of_machine(symbol: sympy.Symbol, strategy: str, sizes: Sizes, hardware: Har
     if symbol.name not in links:
         return None
     level, collective, part = links[symbol.name]
-    grouped = collective == "all_to_all" and not isinstance(sizes, LinearAttention) and strategy == "ring-a2a"
-    return _link(level, collective, part, sizes.inner if grouped else sizes.ranks)
+    among = sizes.ranks
+    if collective == "all_to_all" and strategy == "ring-a2a" and isinstance(sizes, Attention):
+        among = sizes.inner
+    return _link(level, collective, part, among)
 
 
 def _links(strategy: str, sizes: Sizes, hardware: Hardware) -> dict[str, tuple[Level, str, str]]:
@@ -100,6 +103,9 @@ def _links(strategy: str, sizes: Sizes, hardware: Hardware) -> dict[str, tuple[L
         "alpha_g": (far, "all_gather", "latency"),
         "gamma_g": (far, "all_gather", "message"),
         "beta_g": (far, "all_gather", "bandwidth"),
+        "alpha_s": (far, "reduce_scatter", "latency"),
+        "gamma_s": (far, "reduce_scatter", "message"),
+        "beta_s": (far, "reduce_scatter", "bandwidth"),
         "gamma_h": (far, "p2p", "message"),
         "beta_h": (far, "p2p", "bandwidth"),
         "gamma_n": (inside, "p2p", "message"),

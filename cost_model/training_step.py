@@ -7,7 +7,7 @@ that rank is there. Sites that are alike and begun alike are simulated once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -56,29 +56,28 @@ class StepSite:
     layer: str
     strategy: str
     sizes: Sizes
-    saved: str
 
 
 def sites_of(plan: Plan) -> list[StepSite]:
     """Raises PlanError where the plan does not say with which sizes a site was priced."""
-    return [StepSite(site.name, site.layer, site.strategy, sizes(site), site.saved) for site in plan.sites]
+    return [StepSite(site.name, site.layer, site.strategy, sizes(site)) for site in plan.sites]
 
 
 def step_of(plan: Plan, hardware: Hardware) -> Step:
     """Raises PlanError for a plan that does not say what it was priced with, HardwareError for a number a table lacks."""
     if plan.beside is None:
         raise PlanError("the plan does not say what it was priced with; fix: `autosp plan` again")
-    return step(sites_of(plan), plan.beside, plan.ranks, hardware)
+    return step(sites_of(plan), plan.beside, plan.ranks, hardware, plan.saves)
 
 
 def decided(problem: Problem, decision: Decision, hardware: Hardware) -> Step:
     """The step of a decision."""
     sites = [
-        StepSite(s.name, s.layer, choice.candidate.strategy, choice.candidate.sizes, choice.saved)
+        StepSite(s.name, s.layer, choice.candidate.strategy, choice.candidate.sizes)
         for s, choice in zip(problem.sites, decision.choices, strict=True)
         if choice.candidate.sizes is not None
     ]
-    return step(sites, problem.beside, problem.ranks, hardware)
+    return step(sites, problem.beside, problem.ranks, hardware, decision.saves)
 
 
 # The step ------------------------------------------------------------------------------------------
@@ -117,16 +116,20 @@ class Step:
                 yield Event(e.rank, e.stream, name, part.start + e.start, part.start + e.stop, e.to)
 
 
-def step(sites: Sequence[StepSite], beside: Beside, ranks: int, hardware: Hardware) -> Step:
-    """Forward of all layers in order, backward of all in reverse, and then the collectives beside those of sites."""
+def step(
+    sites: Sequence[StepSite], beside: Beside, ranks: int, hardware: Hardware, saves: Mapping[str, str] | None = None
+) -> Step:
+    """Forward of all layers in order, backward of all in reverse, and then the collectives beside those of sites. saves: what
+    backward finds of a layer, where that is not everything."""
     clock = _Clock(hardware, ranks)
     layers = {layer.name: layer for layer in beside.layers}
     names = [*layers, *dict.fromkeys(s.layer for s in sites if s.layer not in layers)]
     inside = {name: [s for s in sites if s.layer == name] for name in names}
     for name in names:
-        _layer(clock, layers.get(name, Layer(name)), inside[name], beside.dtype, back=False)
+        _layer(clock, layers.get(name, Layer(name)), inside[name], beside.dtype)
     for name in reversed(names):
-        _layer(clock, layers.get(name, Layer(name)), inside[name], beside.dtype, back=True)
+        found = (saves or {}).get(name, "everything")
+        _layer(clock, layers.get(name, Layer(name)), inside[name], beside.dtype, found)
     for each in beside.exchanges:
         clock.run("", ("exchange", each), lambda each=each: _exchanged(each, ranks, beside.data_parallel, hardware))  # type: ignore[misc]
     return Step(ranks, tuple(clock.parts))
@@ -140,12 +143,13 @@ def in_words(found: Step, totals: Totals | None) -> str:
     return f"a step takes {shown(found.makespan, 's')} as simulated{planned}; ranks compute for {busy} of it"
 
 
-def _layer(clock: _Clock, layer: Layer, sites: Sequence[StepSite], dtype: str, back: bool) -> None:
-    """What lies between sites is taken to be as much before as after each. Backward first computes again what was not saved."""
-    forward = layer_seconds(layer, clock.hardware, dtype)
-    saved = sites[0].saved if sites else "everything"
-    if back and saved != "everything":
-        _passed(clock, layer, sites if saved == "layer input" else (), dtype, False, forward, " again")
+def _layer(clock: _Clock, layer: Layer, sites: Sequence[StepSite], dtype: str, found: str | None = None) -> None:
+    """Forward; or backward, which first computes again what it does not find. What lies between sites is taken to be as much
+    before as after each."""
+    forward, back = layer_seconds(layer, clock.hardware, dtype), found is not None
+    if found not in (None, "everything"):
+        repeated = [s for s in sites if found == "layer input" or isinstance(s.sizes, LinearAttention)]
+        _passed(clock, layer, repeated, dtype, False, forward, " again")
     _passed(clock, layer, sites[::-1] if back else sites, dtype, back, forward * BACKWARD if back else forward, "")
 
 
@@ -155,8 +159,12 @@ def _passed(clock: _Clock, layer: Layer, sites: Iterable[StepSite], dtype: str, 
     name, way = layer.name or "model", "backward" if back else "forward"
     clock.compute(f"{name}{again}", f"{way}: all but attention", share)
     for s in taken:
-        key = (s.strategy, s.sizes, back)
-        clock.run(f"{s.name}{again}", key, lambda s=s: site_ops(s.strategy, s.sizes, back, clock.hardware, dtype))  # type: ignore[misc]
+        if again and isinstance(s.sizes, LinearAttention):  # from the state that was found: nothing travels
+            own = cost(s.strategy, s.sizes, clock.hardware, dtype).forward[0]
+            clock.compute(f"{s.name}{again}", f"{way}: without exchange", own)
+        else:
+            key = (s.strategy, s.sizes, back)
+            clock.run(f"{s.name}{again}", key, lambda s=s: site_ops(s.strategy, s.sizes, back, clock.hardware, dtype))  # type: ignore[misc]
         clock.compute(f"{name}{again}", f"{way}: all but attention", share)
 
 

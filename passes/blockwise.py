@@ -106,7 +106,7 @@ class Blockwise:
 def _counted(make: Callable[..., Schedule], sight: Sight, rows: Layout, columns: Layout, least: int) -> dict[str, Any]:
     """The same for all layers under one mask, and whatever the layout of the model at hand."""
     schedule = make(sight, rows, columns, Tiling(True, attend.BLOCK_ELEMENTS, least=least))
-    counts = {"moved": schedule.travelling, "steps": len(schedule.steps) - 1, "work": schedule.busiest}
+    counts: dict[str, Any] = {"moved": schedule.travelling, "steps": len(schedule.steps) - 1, "work": schedule.busiest}
     if isinstance(sight, Grid):
         counts["work"] *= looked_at(sight, rows.length, columns.length, least)
         counts["calls"] = -(-rows.size(0) // strip_rows(sight, rows.length, columns.length, least))

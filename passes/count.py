@@ -12,6 +12,7 @@ from ..cost_model import states
 from ..cost_model.plan import Collective
 from ..kernels import blocks, comm, linear, prefix
 from ..kernels.layout import Layout, Shards, lacking, size
+from . import remat
 from .lower import Lowering
 from .relation import shape
 
@@ -23,6 +24,7 @@ def collectives(low: Lowering) -> tuple[Collective, ...]:
         count = _COUNTS.get(node.target) if node.op == "call_function" else None
         if count is not None:
             forward, backward = count(node, low)
+            backward += forward if remat.repeated(node) else 0
             name = node.target.__name__.removesuffix(".default")
             rows[(name, _PURPOSE[name], forward, backward)] += 1
     return tuple(Collective(op, purpose, n, forward * n, backward * n) for (op, purpose, forward, backward), n in rows.items())
@@ -60,8 +62,7 @@ def _gathered(node: fx.Node, low: Lowering, backward: str) -> tuple[int, int]:
     length = sum(map(size, shards))  # type: ignore[arg-type]
     shard = whole.nbytes // max(1, length) * max(map(size, shards))  # type: ignore[arg-type]
     moved = (low.ranks - 1) * shard
-    again = moved if "recompute" in node.meta else 0
-    return {"nothing": (moved, again), "scatter": (moved, moved + again), "gather": (0, moved)}[backward]
+    return {"nothing": (moved, 0), "scatter": (moved, moved), "gather": (0, moved)}[backward]
 
 
 def _exchanged(node: fx.Node, low: Lowering) -> tuple[int, int]:
@@ -94,7 +95,7 @@ def _around(node: fx.Node, low: Lowering) -> tuple[int, int]:
     dim, shards, windows = node.args[1:4]
     needed = lacking(sum(map(size, shards)), shards, windows)  # type: ignore[arg-type]
     moved = sum(map(size, needed)) * _position(x, dim) // low.ranks  # type: ignore[arg-type]
-    return moved, 2 * moved if "recompute" in node.meta else moved
+    return moved, moved
 
 
 def _position(x: Tensor, dim: int) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..kernels import comm
+from . import remat
 from .capture import Captured
 from .facts import Facts
 from .mask import Extra
@@ -178,6 +179,8 @@ def _emit(low: Lowering, decisions: Decisions, node: fx.Node, placement: Placeme
         and len(low.graph.nodes) > before
     ):
         out = low.call(aten.detach.default, out) if isinstance(node.meta.get("val"), torch.Tensor) else out
+    if remat.KEEPS in node.meta:
+        remat.keep_output(list(low.graph.nodes)[before:])
     low.env[key] = out
     low.current = None
     return out

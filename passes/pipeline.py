@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from ..cost_model.plan import Fallback, Plan, Site
-from ..cost_model.problem import SAVES, Decide, Decision, Problem
+from ..cost_model.problem import Decide, Decision, Problem
 from ..kernels.errors import AutospError
 from ..kernels.layout import Layout, contiguous, head_tail
 from ..kernels.linear import TOKENS
-from . import choose, detect, facts, place, workload
+from . import choose, detect, facts, place, remat, workload
 from .capture import Captured, capture, source_line
 from .count import collectives
 from .lower import Lowering, Spread, lower
@@ -87,6 +87,7 @@ def compile_captured(captured: Captured, spread: Spread, settings: Settings, dec
         decision = decide(made.problem)
     known, types = made.facts, made.types
     sites = [choose.settle(site, choice, types) for site, choice in zip(made.sites, decision.choices, strict=True)]
+    remat.tag(captured.module.graph, decision.saves)
     decisions = place.decide(captured, known, types, settings.outputs == "gather")
     module, low = lower(captured, known, decisions, spread)
     fake_mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in captured.module.graph.nodes if n.op == "placeholder"])
@@ -255,12 +256,6 @@ def _plan(
     notes = [f"{source_line(n)} was not taken as one attention: {why}" for n, why in made.refused.items()]
     if not layouts:
         notes.append("nothing could be split along a sequence: every rank computes everything")
-    less = sum(site.saved != SAVES[0] for site in sites)
-    if less:
-        notes.append(
-            f"{less} sites are planned with less than everything kept for backward; autosp does not recompute layers by itself "
-            "yet: put those in torch.utils.checkpoint, or call gradient_checkpointing_enable()"
-        )
     names: list[str] = []
     for node, placement in decisions.outputs[len(captured.mutated) :]:
         names.append(f"{_shape_text(node)} {placement}")
@@ -280,6 +275,7 @@ def _plan(
         decision.totals,
         made.problem.beside,
         decision.node,
+        decision.saves,
     )
 
 

@@ -1,7 +1,8 @@
 """What a rank does beside its attention sites, read off the typed graph: work, memory traffic, what backward needs, by layer.
 
 It is an estimate, for totals and for the choice of what to save: FLOP of products are exact, traffic takes each other
-operator to read its operands and write its result once, and backward to need what products and sites read.
+operator to read its operands and write its result once. Backward needs what products and sites read, and what operators that are
+not linear read, unless that follows element by element from something it needs anyway.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .place import Types
 from .placement import Partial, Shard
 from .recurrence import Recurrent
 from .relation import operands, shape
+from .rules import pointwise
 from .rules.base import never
 
 aten = torch.ops.aten
@@ -43,6 +45,7 @@ def layers(
     saved: dict[str, float] = {}
     entering: dict[str, float] = {}
     kept: set[fx.Node] = set()
+    again: set[str] = set()  # what the model itself has computed again
     fused = FUSED if compiler == "inductor" else 1
     for node in captured.module.graph.nodes:
         if node.op != "call_function" or node not in types.recipes or node in types.lazy or not is_float(node):
@@ -50,6 +53,8 @@ def layers(
         name = layer_of(node)
         for table in (flop, traffic, saved, entering):
             table.setdefault(name, 0.0)
+        if "recompute" in node.meta:
+            again.add(name)
         product = product_flop(node)
         if node not in inside:
             share = 1.0 if not _split(types, node) else 1 / facts.ranks
@@ -57,15 +62,53 @@ def layers(
             if not product and not _is_view(node) and types.recipes[node].emit is not never:
                 read = sum(_local(types, facts, x) for x in operands(node) if x in facts.from_data)
                 traffic[name] += (read + _local(types, facts, node)) / fused
-        if product or node in inside or node.target in _LOSSES:
-            for x in operands(node):
-                source = _behind_views(x)
-                if source in facts.differentiable and source in facts.from_data and source not in kept and source not in inside:
-                    kept.add(source)
-                    saved[name] += _local(types, facts, source) if node not in inside else 0.0
-                    if not entering[name]:
-                        entering[name] = _local(types, facts, source)
-    return tuple(Layer(name, flop[name], traffic[name], saved[name], entering[name]) for name in flop)
+        for source in _needed(node, facts, kept, bool(product) or node in inside or node.target in _LOSSES):
+            if source not in kept and source not in inside:
+                saved[name] += _local(types, facts, source) if node not in inside else 0.0
+            kept.add(source)
+            entering[name] = entering[name] or _local(types, facts, source)
+    return tuple(Layer(name, flop[name], traffic[name], saved[name], entering[name], name in again) for name in flop)
+
+
+def _needed(node: fx.Node, facts: Facts, kept: set[fx.Node], materialized: bool) -> list[fx.Node]:
+    """Values that the gradient of a node reads, of those that a batch and a gradient go through. materialized: as they are."""
+    xs = [x for x in operands(node) if x in facts.differentiable]
+    data = [x for x in xs if x in facts.from_data]
+    if materialized:
+        return [_behind_views(x) for x in data]
+    packet = getattr(node.target, "overloadpacket", None)
+    if _is_view(node) or packet in _LINEAR or (packet in _BILINEAR and len(xs) < 2):
+        return []
+    return [source for x in data if not _follows(source := _behind(x, facts), facts, kept)]
+
+
+def _behind(node: fx.Node, facts: Facts) -> fx.Node:
+    """What a value follows from element by element, where that is one value."""
+    while node.op == "call_function" and (_is_view(node) or _elementwise(node)):
+        xs = [x for x in operands(node) if x in facts.from_data and is_float(x)]
+        if len(xs) != 1:
+            break
+        node = xs[0]
+    return node
+
+
+def _follows(node: fx.Node, facts: Facts, kept: set[fx.Node], depth: int = 4) -> bool:
+    """Whether a value follows element by element from values that are kept."""
+    if node in kept:
+        return True
+    xs = [x for x in operands(node) if x in facts.from_data and is_float(x)] if _elementwise(node) and depth else []
+    return bool(xs) and all(_follows(_behind(x, facts), facts, kept, depth - 1) for x in xs)
+
+
+def _elementwise(node: fx.Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) in pointwise.RULES
+
+
+_BILINEAR = {aten.mul, aten.div}
+_LINEAR = {
+    aten.add, aten.sub, aten.neg, aten.sum, aten.mean, aten.cat, aten.stack, aten._to_copy, aten.to, aten.clone,
+    aten.index_select, aten.embedding, aten.pad, aten.constant_pad_nd, aten.roll, aten.flip,
+}  # fmt: skip
 
 
 def exchanges(captured: Captured, facts: Facts, types: Types, data_parallel: int) -> tuple[Exchange, ...]:

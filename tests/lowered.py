@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from autosp.cost_model.problem import Decide
 from autosp.kernels import blocks, comm
 from autosp.parallelizer import tracing
 from autosp.passes import recognise
@@ -68,14 +69,20 @@ class _Stop(BaseException):
 
 
 def trace(
-    module: nn.Module, inputs: Mapping[str, Any], ranks: int, rank: int = 0, backward: bool = True, **options: Any
+    module: nn.Module,
+    inputs: Mapping[str, Any],
+    ranks: int,
+    rank: int = 0,
+    backward: bool = True,
+    decide: Decide = PLANNER,
+    **options: Any,
 ) -> Traced:
     """Compile `module` for one rank of `ranks` and stop before anything runs."""
     found: list[Traced] = []
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
         traced = Traced(
-            compile_graph(gm, example_inputs, Spread(rank, ranks, "nobody"), Settings(compiler="aot_eager", **options), PLANNER)
+            compile_graph(gm, example_inputs, Spread(rank, ranks, "nobody"), Settings(compiler="aot_eager", **options), decide)
         )
         found.append(traced)
         if backward:
@@ -90,6 +97,7 @@ def trace(
         raise _Stop
 
     recognise.install()
+    recognise.prepare(module._call_impl)
     torch._dynamo.reset()
     run = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
     try:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import FULL
+from direct import PLANNER, only
 from lowered import trace
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -100,7 +101,9 @@ def sizes() -> list[tuple[int, str | int, tuple[int, int]]]:
 
 def one_site(strategy: str, ranks: int, mask: str | int, heads: tuple[int, int]) -> Plan:
     ids = torch.zeros(BATCH, 768, dtype=torch.long)
-    return trace(OneAttention(*heads, mask), {"ids": ids}, ranks, ranks - 1, backward=False, strategy=strategy).compiled.plan
+    decide = only(inner=attention(strategy, ranks, mask, heads).inner) if strategy == "ring-a2a" else PLANNER
+    module = OneAttention(*heads, mask)
+    return trace(module, {"ids": ids}, ranks, ranks - 1, backward=False, decide=decide, strategy=strategy).compiled.plan
 
 
 @pytest.mark.parametrize("strategy", sorted(COSTS))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from autosp.cost_model import prices
 from autosp.cost_model.hardware import Hardware, HardwareError, Number, load
 from autosp.cost_model.plan import Plan, PlanError
-from autosp.cost_model.planner import Follow, MemoryShort, Planner, kept_bytes, layer_seconds, placed, usable
+from autosp.cost_model.planner import Follow, MemoryShort, Planner, layer_seconds, placed, usable
 from autosp.cost_model.prices import COSTS, LINEAR_COSTS, Cost, cost, textbook
 from autosp.cost_model.problem import SAVES, Candidate, Decision, Exchange, Layer, Problem, SiteProblem
 from autosp.cost_model.states import LinearAttention
@@ -360,11 +360,14 @@ def brute_force(problem: Problem, planner: Planner) -> float:
                     cost(chosen.strategy, chosen.sizes, planner.hardware, problem.dtype),
                     layer_seconds(layer, planner.hardware, problem.dtype),
                 )
-                again = {"everything": 0.0, "attention output": forward, "layer input": forward + c.forward[0] + c.forward[2]}[
-                    save
-                ]
-                more = 0.0 if save == "everything" else layer.saved + c.saved
-                own.append((c.seconds + 3 * forward + again, kept_bytes(save, layer, c.saved), c.held + more))
+                repeated = {"everything": 0.0, "attention output": c.forward[0] * c.linear, "layer input": c.forward[0]}[save]
+                if save == "layer input" and not c.linear:
+                    repeated += c.forward[2]
+                again, kept, more = 0.0, layer.saved + c.saved, 0.0
+                if save != "everything":
+                    again, more = forward, layer.saved + c.saved
+                    kept = layer.entering + (c.output if save == "attention output" else c.always)
+                own.append((c.seconds + 3 * forward + again + repeated, kept, c.held + more))
             ways.append(own)
         for plan in itertools.product(*ways):
             if sum(w[1] for w in plan) + max(w[2] for w in plan) <= planner.budget:

@@ -71,7 +71,7 @@ def planned(of: Problem, decision: Decision) -> Plan:
         )  # fmt: skip
     return Plan(
         of.ranks, (1,), decision.layout, tuple(sites), (), (), (), "inductor", "autosp", hardware=decision.hardware,
-        totals=decision.totals, beside=of.beside, node=decision.node,
+        totals=decision.totals, beside=of.beside, node=decision.node, saves=decision.saves,
     )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def test_a_step_is_what_one_list_of_all_its_ops_is(strategy: str) -> None:
         rate, call = machine.rate(kernel, "float32"), machine.seconds_per_call(kernel)
         PROGRAMS[strategy](Direction(ops, of, back, rate, call, machine.bandwidth.value))
     whole = simulate(ops.ops, of.ranks, machine.overlap.value)
-    sites = [StepSite(name, name, strategy, of, "everything") for name in ("first", "second")]
+    sites = [StepSite(name, name, strategy, of) for name in ("first", "second")]
     found = step(
         sites, dataclasses.replace(problem(4, 4000, (8, 4)).beside, dtype="float32", layers=(), exchanges=()), 4, machine
     )

@@ -1,0 +1,67 @@
+"""What backward computes again, said to PyTorch's partitioner as torch.utils.checkpoint says it: by tags on nodes.
+
+A layer that is computed again is a region: its nodes prefer to be recomputed, and what leaves it for the next region is saved.
+Where its attention's output is kept, what came from other ranks and from its attention's kernel must be saved, so backward
+repeats neither (DistFlashAttn, arXiv 2310.03294, section 3.3). Values that are gathered whole are gathered again: they are as
+long as the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..kernels import attend, blocks, comm  # noqa: F401  registers the operators
+from .detect import SDPA
+from .workload import layer_of
+
+KEEPS = "keeps_output"  # in the meta of global nodes of a layer whose attention's output is kept
+_REPEATED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
+_SAVED = (
+    comm.to_heads,
+    comm.to_sequence,
+    comm.halo,
+    comm.relayout,
+    comm.psum,
+    SDPA,
+    torch.ops.asp.block_attention.default,
+    torch.ops.asp.attend.default,
+)
+
+
+def tag(graph: fx.Graph, saves: Mapping[str, str]) -> None:
+    """Tag the nodes of layers by what backward finds of each (`problem.SAVES`; a layer not named: everything).
+
+    What the model itself checkpoints keeps its tags. Regions are numbered anew, in order: a value between two of them is saved by
+    the partitioner if the second has the larger number.
+    """
+    regions: dict[object, int] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        name, own = layer_of(node), node.meta.get("ac_graph_id")
+        if saves.get(name) == "attention output":
+            node.meta[KEEPS] = True
+        if own is None and name in saves:
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+            node.meta["ac_graph_id"] = regions.setdefault(name, len(regions) + 1)
+        elif own is not None:
+            node.meta["ac_graph_id"] = regions.setdefault(("checkpoint", own), len(regions) + 1)
+
+
+def keep_output(made: Iterable[fx.Node]) -> None:
+    """Of the local nodes that a node of such a layer became: what was exchanged and what attention gave must be saved."""
+    for node in made:
+        if node.target in _SAVED and "recompute" in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def repeated(node: fx.Node) -> bool:
+    """Whether backward computes a local node again."""
+    return node.meta.get("recompute") in _REPEATED
+
+
+__all__ = ["KEEPS", "keep_output", "repeated", "tag"]

@@ -1,0 +1,160 @@
+"""What backward finds of a layer: exact whatever it is; neither attention nor an exchange runs twice where that is promised."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from lowered import Traced, trace
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoConfig, AutoModelForCausalLM
+from twins import gradient_error, step
+
+import autosp
+from autosp import zoo
+from autosp.cost_model.amounts import AmountError
+from autosp.cost_model.hardware import load
+from autosp.cost_model.planner import Planner
+from autosp.cost_model.problem import SAVES
+from autosp.inductor import communicates
+from autosp.planning import MEMORY, room
+from pool import Pool
+
+EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # experts have no float64
+WORDS = ("attention", "full")
+
+
+# Exact.
+
+
+def errors(mesh: DeviceMesh, family: str, seq_len: int, strategy: str | None, words: tuple[str, ...]) -> list[tuple[float, int]]:
+    """Of each setting: the largest relative error of a gradient ÷ what is exact, and how many layers are computed again."""
+    plain, inputs = zoo.build(family, seq_len)
+    parallel = [copy.deepcopy(plain) for _ in words]
+    step(plain, inputs)
+    found = []
+    for model, memory in zip(parallel, words, strict=True):
+        autosp.parallelize(model, mesh, compiler="aot_eager", memory=memory, strategy=strategy)
+        step(model, inputs)
+        error = gradient_error(plain, model) / EXACT[next(model.parameters()).dtype]
+        found.append((error, len(model.autosp_plan.saves)))
+    return found
+
+
+EXACT_CASES = [
+    (3, "llama", 101, "all-to-all"),
+    (4, "mistral", 101, "balanced-ring"),
+    (2, "qwen3_next", 101, "all-scan"),
+    (2, "gpt2", 96, "ring"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "family", "seq_len", "strategy"), EXACT_CASES)
+def test_gradients_are_exact_whatever_is_kept(pool: Pool, ranks: int, family: str, seq_len: int, strategy: str) -> None:
+    for rank in pool.run(errors, family, seq_len, strategy, WORDS, on=ranks):
+        for error, layers in rank:
+            assert error < 1 and layers >= 2
+
+
+# Counted, on one rank's graphs as PyTorch's partitioner cuts them.
+
+LAYERS = 2
+
+
+def traced(family: str, seq_len: int, strategy: str | None, memory: str | float, ranks: int = 4) -> Traced:
+    module, inputs = zoo.build(family, seq_len)
+    return trace(module, inputs, ranks, decide=Planner(load("cpu"), *room(memory)), strategy=strategy)
+
+
+def exchanges(found: Traced) -> int:
+    """In the backward graph."""
+    return sum(communicates(n.target) for n in found.nodes(1))
+
+
+def attentions(found: Traced) -> int:
+    """Forward kernels of attention in the backward graph; one that may draw is an argument."""
+    names = [str(x) for n in found.nodes(1) if n.op == "call_function" for x in (n.target, *n.args)]
+    kernels = ("asp.block_attention", "asp.attend", "aten._scaled_dot_product")
+    return sum(name.startswith(kernels) and "backward" not in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [("llama", "all-to-all"), ("llama", "ring"), ("llama", "balanced-ring"), ("llama", "ring-a2a"), ("mistral", "halo")],
+)
+def test_backward_repeats_attention_and_its_exchange_only_where_all_is_repeated(family: str, strategy: str) -> None:
+    none, attention, full = (traced(family, 96, strategy, word) for word in ("none", "attention", "full"))
+    assert {s.strategy for s in full.compiled.plan.sites} == {strategy}
+    assert attentions(none) == attentions(attention) == 0 and attentions(full) == LAYERS
+    assert exchanges(attention) == exchanges(none) < exchanges(full)
+    assert products(none) < products(attention) <= products(full), "projections are computed again"
+
+
+def products(found: Traced) -> int:
+    return sum(str(n.target).startswith(("aten.mm", "aten.addmm", "aten.bmm")) for n in found.nodes(1))
+
+
+@pytest.mark.parametrize("memory", ["attention", "full"])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+def test_a_linear_attention_computed_again_exchanges_nothing_again(family: str, memory: str) -> None:
+    again, none = traced(family, 96, None, memory), traced(family, 96, None, "none")
+    scans = [sum("scan_start" in str(n.target) for n in found.nodes(1)) for found in (again, none)]
+    assert scans[0] == scans[1] > 0
+    assert memory == "full" or exchanges(again) == exchanges(none)
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("strategy", ["all-to-all", "gather-kv", "ring"])
+def test_bytes_of_backward_are_the_plan_s(strategy: str, memory: str) -> None:
+    found = traced("llama", 96, strategy, memory)
+    planned = sum(c.bytes_backward for c in found.compiled.plan.collectives)
+    assert sum(found.sent(1, 4, 0).values()) == pytest.approx(planned, rel=0.02)
+
+
+# Bytes.
+
+
+def llama(layers: int, seq_len: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Float32 throughout, with grouped heads."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = AutoConfig.for_model("llama", num_hidden_layers=layers, use_cache=False, **sizes)
+    ids = torch.zeros(2, seq_len, dtype=torch.long)
+    return AutoModelForCausalLM.from_config(config), {"input_ids": ids, "labels": ids}
+
+
+def held(found: Traced) -> int:
+    """Bytes of what forward leaves for backward, beside parameters and inputs, and what the user takes."""
+    out = found.graphs[0].graph.output_node().args[0]
+    kept = out[len(found.compiled.plan.outputs) :]
+    made = {n for n in kept if isinstance(n, fx.Node) and n.op == "call_function"}
+    free = {n for n in made if n.target is torch.ops.aten.t.default or n.meta["val"].dtype == torch.uint8}
+    return sum(n.meta["val"].nbytes for n in made - free)  # without views of parameters and random states
+
+
+@pytest.mark.parametrize("strategy", ["all-to-all", "ring", "gather-kv"])
+def test_what_is_kept_is_what_the_plan_says(strategy: str) -> None:
+    for memory in ("none", "attention", "full"):
+        found = trace(*llama(6, 1024), 4, decide=Planner(load("cpu"), *room(memory)), strategy=strategy)
+        totals = found.compiled.plan.totals
+        assert totals is not None and held(found) == pytest.approx(totals.activation_bytes, rel=0.1), memory
+
+
+# Words.
+
+
+def test_memory_is_a_word_or_an_amount() -> None:
+    assert room("auto") == (None, SAVES) and room("none") == (None, SAVES[:1]) and room("full") == (None, SAVES[2:])
+    assert room("40GB") == room(40e9) == (40e9, SAVES)
+    with pytest.raises(AmountError, match="or one of auto, none, attention, full"):
+        autosp.parallelize(lambda x: x, memory="some")
+
+
+def test_layers_are_computed_again_where_memory_asks_for_it() -> None:
+    free = traced("llama", 1024, "ring", "none").compiled.plan
+    assert free.totals is not None and not free.saves
+    tight = traced("llama", 1024, "ring", free.totals.peak_bytes * 0.8 / 0.97).compiled.plan
+    assert tight.saves and set(tight.saves.values()) <= set(SAVES[1:])
+    assert {s.layer: s.saved for s in tight.sites if s.layer in tight.saves} == tight.saves
+    assert tight.fingerprint != free.fingerprint

@@ -91,7 +91,7 @@ class Samples:
     """All that was timed.
 
     pointwise: bytes read and written, seconds; overlap: share of a hop that costs nothing while a rank computes; memory: bytes
-    a rank has; others: share of the cores that other processes had meanwhile; dtypes: rates of a matrix product as shares
+    a rank has; others: share of the cores that other processes had meanwhile; sharing: ranks for each core or GPU; dtypes: rates of a matrix product as shares
     of that in `dtype`. links and reach (ranks) are by level, nearest first.
     """
 
@@ -102,6 +102,7 @@ class Samples:
     overlap: float
     memory: int
     others: float
+    sharing: float
     device: str
     dtype: str
     dtypes: Mapping[str, float]
@@ -363,6 +364,7 @@ def measured(settings: Settings, dtype: str, device: torch.device, local: int) -
         overlap=overlap,
         memory=memory,
         others=max(0.0, everyone - ours.item()) / seconds / (os.cpu_count() or 1) if bench.sharing == bench.ranks else 0.0,
+        sharing=1.0 if device.type == "cuda" else max(1.0, bench.sharing * torch.get_num_threads() / cores()),
         device=name,
         dtype=dtype,
         dtypes=bench.dtypes(),

@@ -28,7 +28,7 @@ PREFIXES = {"": 0, "n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "
 TABLE_KEYS = {"peak": DTYPES, "efficiency": KERNELS, "launch": KERNELS}
 UNITS = {  # by the first or the last part of a number's name
     "memory": "B", "bandwidth": "B/s", "overlap": "share", "peak": "FLOP/s", "efficiency": "share", "launch": "s",
-    "latency": "s", "message": "s",
+    "latency": "s", "message": "s", "alone": "times",
 }  # fmt: skip
 
 
@@ -43,6 +43,9 @@ class Number:
     value: float
     unit: str
     source: str
+
+
+OWN = Number(1.0, "times", "every rank has a device of its own")
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ class Hardware:
 
     memory: bytes a device; bandwidth: of its memory, bytes/s that a pointwise kernel reads and writes; peak: FLOP/s by dtype;
     efficiency: what share of it a kernel reaches; launch: seconds a call of a kernel takes beside its work; overlap: the share of
-    a transfer that costs nothing while a kernel runs. levels: nearest ranks first.
+    a transfer that costs nothing while a kernel runs. levels: nearest ranks first. alone: how many times as fast a rank computes
+    while all others wait, where several share a core.
     """
 
     name: str
@@ -100,6 +104,7 @@ class Hardware:
     launch: Mapping[str, Number]
     overlap: Number
     levels: tuple[Level, ...]
+    alone: Number = OWN
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -131,12 +136,16 @@ class Hardware:
 
     def numbers(self) -> Iterator[tuple[str, Number]]:
         """Every number with its place in the file: ("peak.bfloat16", ..), ("node.p2p.latency", ..)."""
-        yield from ((key, getattr(self, key)) for key in ("memory", "bandwidth", "overlap"))
+        yield from ((key, getattr(self, key)) for key in ("memory", "bandwidth", "overlap", *self._shared))
         for key in TABLE_KEYS:
             yield from ((f"{key}.{k}", n) for k, n in getattr(self, key).items())
         for level in self.levels:
             for kind, link in level.links.items():
                 yield from ((f"{level.name}.{kind}.{f.name}", getattr(link, f.name)) for f in dataclasses.fields(link))
+
+    @property
+    def _shared(self) -> tuple[str, ...]:
+        return () if self.alone is OWN else ("alone",)
 
     @property
     def node(self) -> int:
@@ -206,6 +215,7 @@ def from_dict(raw: Mapping[str, Any], name: str) -> Hardware:
         launch=table("launch"),
         overlap=one("overlap"),
         levels=tuple(_level(row, name) for row in raw["levels"]),
+        alone=one("alone") if "alone" in raw else OWN,
     )
 
 
@@ -251,7 +261,7 @@ def to_toml(hardware: Hardware) -> str:
         return f"{{ value = {n.value:.9g}, unit = {text(n.unit)}, source = {text(n.source)} }}"
 
     lines = [f"name = {text(hardware.name)}", f"description = {text(hardware.description)}"]
-    lines += [f"{key} = {number(getattr(hardware, key))}" for key in ("memory", "bandwidth", "overlap")]
+    lines += [f"{key} = {number(getattr(hardware, key))}" for key in ("memory", "bandwidth", "overlap", *hardware._shared)]
     for key in TABLE_KEYS:
         lines += ["", f"[{key}]", *(f"{k} = {number(n)}" for k, n in getattr(hardware, key).items())]
     for level in hardware.levels:

@@ -35,6 +35,7 @@ from .symbols import (
     n_A,
     n_s,
     n_x,
+    omega,
     phi,
     s,
     s_A,
@@ -83,16 +84,18 @@ def _scanned(passed: Expr, sent: Expr, far: Expr, joins: Expr = NOTHING) -> Pric
 
 def _chained() -> Price:
     """A state passes from rank to rank in K blocks: from the first to the last, then one block after another over the slowest
-    link or through the rank that takes longest. Each rank adds to it; a delta rule's passes through the rank's chunks.
+    link or through the rank that takes longest. Each rank adds to it; a delta rule's passes through the rank's chunks, and as the
+    others wait for it, omega times as fast as when all compute.
 
     The last rank computes f_i while it waits. A transfer is slowed where it coincides with another rank's f_i: both go
     1 / (2 − φ) as fast.
     """
     order, relaid = _reordered()
+    faster = 1 + many * (omega - 1)
     near, slow = gamma_n + s / (K_b * beta_n), gamma_h + s / (K_b * beta_h)  # seconds of a block's hop
 
     def way(work: Expr, rate: Expr, call: Expr) -> Pass:
-        block = (work * f_s / rate + JOINED / beta_m) / K_b
+        block = (work * f_s / rate + JOINED / beta_m) / (K_b * faster)
         met = 2 * Min(1, K_b - 1) * (1 - phi) * Min(near, block)  # with work on the next block, and the next hop with work
         behind = many * (K_b - 1) * hidden(slow, block)  # a hop while the block before is computed
         hops = many * ((P - 1 - BETWEEN) * near + BETWEEN * slow + (P - 1) * met + (K_b - 1) * slow) - behind
@@ -100,7 +103,7 @@ def _chained() -> Price:
         pace = 1 + (1 - phi) * hops / Max(passed, TINY)
         own = (1 - phi) * Min(hops, (K_b + 1) * slow)
         exposed = Max(own, passed - (work * f_i / rate + call / 3) / pace)
-        compute = work * f / rate + call + JOINED / beta_m
+        compute = work * (f - f_s * (1 - 1 / faster)) / rate + call + JOINED / (beta_m * faster)
         sent, far = n_s * s, n_s * s * BETWEEN / Max(1, P - 1)
         return Pass(compute, passed + behind + order, exposed + order, sent + relaid, far + relaid * FAR)
 

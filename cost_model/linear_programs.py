@@ -88,7 +88,7 @@ def _chain(site: Site, begun: list[int]) -> list[list[int]]:
         leaving: list[int | None] = []
         for block, before in enumerate(came):
             name, after = f"block {block + 1} of {a.blocks}", [begun[place], *([] if before is None else [before])]
-            passed = (site.carry + site.add) / a.blocks
+            passed = (site.carry + site.add) / a.blocks / (site.ops.hardware.alone.value if a.ranks > 1 else 1)
             after = [site.ops.beside(site.rank(place), f"{site.way}: {name} of the state", passed, after, SCAN)]
             found[place] += after
             if place + 1 < a.ranks:

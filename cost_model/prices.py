@@ -75,6 +75,7 @@ from .symbols import (
     n_A,
     n_s,
     n_x,
+    omega,
     phi,
     r,
     s,
@@ -194,6 +195,7 @@ def bound(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware,
         tau: hardware.seconds_per_call(f"{kernel}_forward"),
         tau_b: hardware.seconds_per_call(f"{kernel}_backward"),
         phi: hardware.overlap.value,
+        omega: hardware.alone.value,
         beta_m: hardware.bandwidth.value,
     }
     if isinstance(sizes, Attention) and strategy in TRAVELLING and values[n]:

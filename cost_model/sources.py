@@ -78,6 +78,8 @@ def _of_machine(symbol: sympy.Symbol, strategy: str, sizes: Sizes, hardware: Har
         return replace(named, factor=rates(sizes, hardware, dtype)[symbol == q.F_b] / named.value)  # less where it works by rows
     if symbol == q.phi:
         return _numbers(("overlap", hardware.overlap))
+    if symbol == q.omega:
+        return _numbers(("alone", hardware.alone))
     if symbol == q.beta_m:
         return _numbers(("bandwidth", hardware.bandwidth))
     links = _links(strategy, sizes, hardware)

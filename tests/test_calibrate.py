@@ -68,6 +68,7 @@ def synthetic(counts: tuple[int, ...]) -> Samples:
         overlap=0.75,
         memory=8 << 30,
         others=0.0,
+        sharing=2.0,
         device="a CPU",
         dtype="float32",
         dtypes={"float64": 0.5},
@@ -82,7 +83,7 @@ def test_a_table_has_what_made_the_timings() -> None:
     assert found.peak["float32"].value == pytest.approx(50e9, rel=1e-3) and found.efficiency["matmul"].value == 1
     assert found.peak["float64"].value == pytest.approx(25e9, rel=1e-3)
     assert found.bandwidth.value == pytest.approx(9e9, rel=1e-3)
-    assert found.overlap.value == pytest.approx(0.75)
+    assert found.overlap.value == pytest.approx(0.75) and found.alone.value == 2
     assert found.level(4).ranks == 4
     for kind, link in found.levels[0].links.items():
         assert link.latency.value == pytest.approx(LATENCY if kind != "p2p" else 0, rel=1e-2), kind

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autosp.cost_model.hardware import OWN, Hardware, HardwareError, Level, Link, Number
+from autosp.cost_model.hardware import Hardware, HardwareError, Level, Link, Number
 from autosp.measure import GPU, Samples, Settings, Transfer, measured
 
 DISTURBED = 0.05  # share of the cores: a table says so where other processes had more
@@ -71,7 +71,7 @@ def hardware(samples: Samples, name: str, date: str) -> Hardware:
         levels=tuple(
             Level(level, samples.reach[level], 1, links_of(transfers, number)) for level, transfers in samples.links.items()
         ),
-        alone=number(samples.sharing, "times", "ranks for each core") if samples.sharing > 1 else OWN,
+        alone=number(samples.sharing, "times", "ranks for each core or GPU, at least 1"),
     )
 
 

@@ -91,8 +91,8 @@ class Samples:
     """All that was timed.
 
     pointwise: bytes read and written, seconds; overlap: share of a hop that costs nothing while a rank computes; memory: bytes
-    a rank has; others: share of the cores that other processes had meanwhile; sharing: ranks for each core or GPU; dtypes: rates of a matrix product as shares
-    of that in `dtype`. links and reach (ranks) are by level, nearest first.
+    a rank has; others: share of the cores that other processes had meanwhile; sharing: ranks for each core or GPU; dtypes: rates
+    of a matrix product as shares of that in `dtype`. links and reach (ranks) are by level, nearest first.
     """
 
     kernels: Mapping[str, Sequence[Call]]

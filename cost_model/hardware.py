@@ -136,16 +136,12 @@ class Hardware:
 
     def numbers(self) -> Iterator[tuple[str, Number]]:
         """Every number with its place in the file: ("peak.bfloat16", ..), ("node.p2p.latency", ..)."""
-        yield from ((key, getattr(self, key)) for key in ("memory", "bandwidth", "overlap", *self._shared))
+        yield from ((key, getattr(self, key)) for key in ("memory", "bandwidth", "overlap", "alone"))
         for key in TABLE_KEYS:
             yield from ((f"{key}.{k}", n) for k, n in getattr(self, key).items())
         for level in self.levels:
             for kind, link in level.links.items():
                 yield from ((f"{level.name}.{kind}.{f.name}", getattr(link, f.name)) for f in dataclasses.fields(link))
-
-    @property
-    def _shared(self) -> tuple[str, ...]:
-        return () if self.alone is OWN else ("alone",)
 
     @property
     def node(self) -> int:
@@ -261,7 +257,7 @@ def to_toml(hardware: Hardware) -> str:
         return f"{{ value = {n.value:.9g}, unit = {text(n.unit)}, source = {text(n.source)} }}"
 
     lines = [f"name = {text(hardware.name)}", f"description = {text(hardware.description)}"]
-    lines += [f"{key} = {number(getattr(hardware, key))}" for key in ("memory", "bandwidth", "overlap", *hardware._shared)]
+    lines += [f"{key} = {number(getattr(hardware, key))}" for key in ("memory", "bandwidth", "overlap", "alone")]
     for key in TABLE_KEYS:
         lines += ["", f"[{key}]", *(f"{k} = {number(n)}" for k, n in getattr(hardware, key).items())]
     for level in hardware.levels:

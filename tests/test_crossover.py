@@ -140,6 +140,7 @@ def test_every_number_of_a_machine_has_its_place_in_the_table(machine: str, stra
         peak={k: _half(n) for k, n in hardware.peak.items()},
         launch={k: _half(n) for k, n in hardware.launch.items()},
         overlap=_half(hardware.overlap),
+        alone=_half(hardware.alone),
         bandwidth=_half(hardware.bandwidth),
         levels=tuple(
             dataclasses.replace(

@@ -38,8 +38,11 @@ def test_families_are_exact_under_every_strategy(pool: Pool, family: str, ranks:
             assert all(site.strategy == strategy or site.note for site in linear), plan
 
 
-@pytest.mark.parametrize(("family", "strategy"), [("qwen3_next", "all-scan"), ("mamba2", None), ("falcon_h1", "gather-states")])
-def test_families_are_exact_the_whole_way(pool: Pool, family: str, strategy: str | None) -> None:
+@pytest.mark.parametrize(
+    ("family", "strategy", "memory"),
+    [("qwen3_next", "all-scan", "attention"), ("mamba2", None, "full"), ("falcon_h1", "gather-states", "none")],
+)
+def test_families_are_exact_the_whole_way(pool: Pool, family: str, strategy: str | None, memory: str) -> None:
     """Through PyTorch's partitioner."""
-    report = pool.run(run, family, 101, strategy, on=2, timeout=280)[0]
+    report = pool.run(run, family, 101, strategy, memory, on=2, timeout=280)[0]
     assert report.verdict == "exact", report

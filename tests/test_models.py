@@ -68,11 +68,12 @@ def batched(rows: list[tuple[int, int, list[str]]]) -> list[tuple[int, int, list
 
 
 def every_strategy() -> list[tuple[int, int, list[str]]]:
-    """(ranks, length, names). Each model once: on 3 ranks or on 4, where rings of groups and two levels are; others on 2."""
+    """(ranks, length, names). Each model once: a quarter on 4 ranks, where rings of groups and two levels are, half on 3, others
+    on 2."""
     if FULL:
         return batched([(r, s, list(MODELS)) for r in (1, 2, 3, 4) for s in (96, 101)])
     others = [name for name in MODELS if name not in ATTENTION and name not in RECURRENT]
-    rows = [(4, 101, ATTENTION[::3]), (3, 101, [n for n in ATTENTION if n not in ATTENTION[::3]]), (2, 101, others)]
+    rows = [(4, 101, ATTENTION[::4]), (3, 101, ATTENTION[1::2]), (2, 101, [*ATTENTION[2::4], *others])]
     return batched([*rows, (4, 101, RECURRENT[::2]), (3, 96, RECURRENT[1::2])])
 
 

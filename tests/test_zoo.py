@@ -74,28 +74,30 @@ def test_families_are_exact_under_every_strategy(pool: Pool, family: str, ranks:
             assert plan.fallbacks == (), "expert dispatch is token-local: nothing is gathered for it"
 
 
-def compiled() -> list[tuple[str, int, int, str]]:
-    """(family, ranks, length, strategy). Every other family once on 2 ranks, strategies in turn, and llama on one."""
+def compiled() -> list[tuple[str, int, int, str, str]]:
+    """(family, ranks, length, strategy, memory). Every other family once on 2 ranks, strategies and what is kept in turn, and
+    llama on one."""
     turns = ("ring", "all-to-all", "balanced-ring", "gather-kv", "ring-a2a")
+    kept = ("attention", "full", "none")
     if FULL:
-        return [(f, r, s, k) for f in zoo.FAMILIES for r in (2, 3) for s in LENGTHS for k in STRATEGIES[:5]]
-    few = [("llama", 1, 101, "ring")]
-    return few + [(f, 2, LENGTHS[i % 2], turns[i % len(turns)]) for i, f in enumerate(zoo.FAMILIES[::2])]
+        return [(f, r, s, k, m) for f in zoo.FAMILIES for r in (2, 3) for s in LENGTHS for k in STRATEGIES[:5] for m in kept]
+    few = [("llama", 1, 101, "ring", "attention")]
+    return few + [(f, 2, LENGTHS[i % 2], turns[i % len(turns)], kept[i % len(kept)]) for i, f in enumerate(zoo.FAMILIES[::2])]
 
 
-def run(mesh: DeviceMesh, family: str, length: int, strategy: str | None) -> Report:
-    return check_on_rank(ModelSpec(family, length), mesh, strategy=strategy)
+def run(mesh: DeviceMesh, family: str, length: int, strategy: str | None, memory: str = "none") -> Report:
+    return check_on_rank(ModelSpec(family, length), mesh, strategy=strategy, memory=memory)
 
 
-@pytest.mark.parametrize(("family", "ranks", "length", "strategy"), compiled())
-def test_family_is_exact(pool: Pool, family: str, ranks: int, length: int, strategy: str) -> None:
+@pytest.mark.parametrize(("family", "ranks", "length", "strategy", "memory"), compiled())
+def test_family_is_exact(pool: Pool, family: str, ranks: int, length: int, strategy: str, memory: str) -> None:
     """The whole way, through PyTorch's partitioner."""
-    report = pool.run(run, family, length, strategy, on=ranks, timeout=280)[0]
+    report = pool.run(run, family, length, strategy, memory, on=ranks, timeout=280)[0]
     assert report.verdict == "exact", report
     assert report.sites and ranks == report.ranks
 
 
-@pytest.mark.parametrize(("family", "strategy"), [("llama", "all-to-all"), ("mistral", "balanced-ring"), ("t5", "ring")])
+@pytest.mark.parametrize(("family", "strategy"), [("llama", "all-to-all"), ("t5", "ring")])
 def test_family_is_exact_with_data_parallel_groups(pool: Pool, family: str, strategy: str) -> None:
     report = pool.run(run, family, 101, strategy, on="2x2", timeout=280)[0]
     assert report.verdict == "exact" and report.mesh == "dp=2,sp=2", report

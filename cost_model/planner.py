@@ -408,9 +408,9 @@ def _refused(
 
 
 def times(seconds: float, other: float) -> str:
-    """ "1.25 times as long"; "1.004 times" where it is about the same."""
+    """ "1.25 times as long"; "1.000 times" where it is about the same."""
     ratio = seconds / max(other, 1e-30)
-    return f"{ratio:{'.3g' if ratio >= 1.1 else '.4g'}} times as long"
+    return f"{ratio:{'.3g' if ratio >= 1.1 else '#.4g'}} times as long"
 
 
 def _short(problem: Problem, best: _Solution, planner: Planner) -> str:

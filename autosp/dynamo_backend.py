@@ -21,6 +21,7 @@ from .inductor import communicates, settings
 from .kernels import agree
 from .mesh import World, resolve
 from .passes import recognise
+from .passes.overlap import overlap
 from .passes.pipeline import Compiled, Settings, compile_graph
 from .planning import Planning, room
 
@@ -111,10 +112,13 @@ def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -
         inputs.append(seed if isinstance(what, str) else what.example)
 
     def eager(module: fx.GraphModule, _: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        overlap(module.graph, communicates)
         seen.append(_collectives(module))
         return _eager(module)
 
     def inductor(module: fx.GraphModule, values: Sequence[Any], **options: Any) -> Any:
+        overlap(module.graph, communicates)
+        module.recompile()
         seen.append(_collectives(module))
         return compile_fx_inner(module, values, **options)
 

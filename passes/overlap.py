@@ -1,0 +1,98 @@
+"""Exchanges start as early and are waited for as late as what depends on them allows, in graphs that PyTorch's partitioner made.
+
+Exchanges keep their order, so ranks still meet in the same one. Between two of them first comes what the next one needs; what it
+does not need is computed while that one travels. So gradients of weights hide an exchange on the way to the layer before, and
+the rest of backward hides the reduction of a bucket of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import fx
+
+
+def overlap(graph: fx.Graph, communicates: Callable[[object], bool]) -> None:
+    """Put the nodes of a functional graph into such an order, in place. communicates: whether ranks wait for each other in an
+    operator."""
+    nodes = list(graph.nodes)
+    body = [n for n in nodes if n.op not in ("placeholder", "output") and not _writes(n)]
+    order = _Order(body)
+    pending: list[fx.Node] = []
+    for node in body:
+        pending.append(node)
+        if communicates(node.target) or _draws(node):
+            order.place(node)
+            pending = [n for n in pending if n not in order.placed]
+            for other in pending:
+                if order.ready(other):
+                    order.put(other)
+            pending = [n for n in pending if n not in order.placed]
+    for node in pending:
+        if not _waits(node):
+            order.place(node)
+    for node in pending:
+        order.place(node)
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    last = inputs[-1] if inputs else None
+    for node in [*order.sequence, *(n for n in nodes if _writes(n) and n.op != "output")]:
+        if last is None:
+            graph.output_node().prepend(node)
+        else:
+            last.append(node)
+        last = node
+    graph.lint()
+
+
+class _Order:
+    """Nodes placed so far. A wait is placed with the first node that needs it."""
+
+    def __init__(self, body: Iterable[fx.Node]) -> None:
+        self._position = {n: i for i, n in enumerate(body)}
+        self.placed: set[fx.Node] = set()
+        self.sequence: list[fx.Node] = []
+
+    def put(self, node: fx.Node) -> None:
+        self.placed.add(node)
+        self.sequence.append(node)
+
+    def ready(self, node: fx.Node) -> bool:
+        return not _waits(node) and all(x in self.placed or x not in self._position for x in node.all_input_nodes)
+
+    def place(self, node: fx.Node) -> None:
+        """With all that it needs and has no place yet, in the order in which that was."""
+        needed, stack = set[fx.Node](), [node]
+        while stack:
+            x = stack.pop()
+            if x in self._position and x not in self.placed and x not in needed:
+                needed.add(x)
+                stack += x.all_input_nodes
+        for x in sorted(needed, key=self._position.__getitem__):
+            if not _waits(x) or x is node:
+                self._put_after_waits(x)
+
+    def _put_after_waits(self, node: fx.Node) -> None:
+        for x in node.all_input_nodes:
+            if x in self._position and x not in self.placed:
+                self._put_after_waits(x)
+        if node not in self.placed:
+            self.put(node)
+
+
+def _waits(node: fx.Node) -> bool:
+    return node.op == "call_function" and "wait" in str(node.target)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Into an input, whose old value others read: stays behind them."""
+    return node.target is torch.ops.aten.copy_.default
+
+
+def _draws(node: fx.Node) -> bool:
+    """From torch's random stream, in which every draw has its turn. (Attention is marked so too, and does not.)"""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags and "scaled_dot_product" not in str(node.target)
+
+
+__all__ = ["overlap"]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autosp.cost_model.errors import PlanningError
 from autosp.cost_model.plan import numbered
@@ -136,15 +137,14 @@ def _errors(model: nn.Module, loss: torch.Tensor, reference: Reference, mine: in
     whole = math.sqrt(sum(float(g.double().norm()) ** 2 for g in reference.grads.values()))
     expected = reference.losses[mine]
     errors = {"loss": relative_error(loss.detach(), expected, 0.0), "buffers": 0.0}
-    parameters = dict(model.named_parameters())
-    for name in parameters.keys() | reference.grads.keys():
-        grad = parameters[name].grad if name in parameters else None
+    grads = {name: whole_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    for name in grads.keys() | reference.grads.keys():
+        grad = grads.get(name)
         ref = reference.grads.get(name)
-        if grad is not None or ref is not None:
-            zeros = torch.zeros_like(ref if ref is not None else grad)
-            errors[f"grad {name}"] = relative_error(
-                zeros if grad is None else grad, zeros if ref is None else ref, NORM_FLOOR * whole
-            )
+        zeros = torch.zeros_like(ref if ref is not None else grad)
+        errors[f"grad {name}"] = relative_error(
+            zeros if grad is None else grad, zeros if ref is None else ref, NORM_FLOOR * whole
+        )
     if batches == 1:  # with several batches a running statistic has seen other data than the reference's
         buffers = dict(model.named_buffers())
         for name, ref in reference.buffers.items():
@@ -162,6 +162,11 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor, floor: float) -
     if math.isnan(distance) or math.isnan(scale):
         return math.inf
     return 0.0 if distance == 0 else distance / scale if scale else math.inf
+
+
+def whole_tensor(x: torch.Tensor) -> torch.Tensor:
+    """What ranks hold in parts, whole on each of them: a collective. Anything else as it is."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def _worst_over_ranks(errors: dict[str, float], mesh: DeviceMesh) -> dict[str, float]:

@@ -24,16 +24,23 @@ from .passes import recognise
 from .passes.overlap import overlap
 from .passes.pipeline import Compiled, Settings, compile_graph
 from .planning import Planning, room
+from .zero import Zero3
 
 
 class Backend:
     """A callable that `torch.compile` accepts as `backend=`. `plan` is that of the last graph it compiled."""
 
     def __init__(
-        self, mesh: DeviceMesh | None, settings: Settings, check_batch: bool = True, planning: Planning | None = None
+        self,
+        mesh: DeviceMesh | None,
+        settings: Settings,
+        check_batch: bool = True,
+        planning: Planning | None = None,
+        zero: Zero3 | None = None,
     ) -> None:
         self.mesh, self.settings, self.check_batch = mesh, settings, check_batch
         self.planning = planning or Planning()
+        self.zero = zero
         self.plan: Plan | None = None
         self.on_plan: Callable[[Plan], None] | None = None
         self.stepped = False  # weights have been compared, before anything could have changed them
@@ -48,7 +55,7 @@ class Backend:
         try:
             compiled = compile_graph(gm, example_inputs, world.spread, self.settings, self.planning.decide(world.device))
             self.planning.compare(compiled.plan)
-            run, graphs = _compile(compiled, example_inputs, self.settings.compiler)
+            run, graphs = _compile(compiled, self._example(compiled, example_inputs), self.settings.compiler)
         except torch._dynamo.exc.RestartAnalysis:
             raise  # Dynamo traces again and comes back: nothing failed
         except Exception:
@@ -58,6 +65,19 @@ class Backend:
         if self.on_plan is not None:
             self.on_plan(compiled.plan)
         return _Step(compiled, run, graphs, world, self)
+
+    def local(self, compiled: Compiled, args: Sequence[Any]) -> list[Any]:
+        """The graph's inputs as this rank has them: of parameters, with `zero`, its parts."""
+        if self.zero is None:
+            return list(args)
+        kinds = [item.kind for item in compiled.captured.inputs]
+        return [self.zero.part(x) if kind == "parameter" else x for x, kind in zip(args, kinds, strict=True)]
+
+    def _example(self, compiled: Compiled, args: Sequence[Any]) -> Sequence[Any]:
+        """Fixed sizes for what Dynamo has not seen: AOTAutograd would make them symbols."""
+        mode = torch._guards.detect_fake_mode(list(args)) or torch._guards.TracingContext.get().fake_mode
+        local = self.local(compiled, args)
+        return [x if x is seen else mode.from_tensor(x, static_shapes=True) for x, seen in zip(local, args, strict=True)]
 
     def announce_failure(self) -> None:
         """Tell ranks that wait for this one's message that it will not come to a collective."""
@@ -72,9 +92,12 @@ class _Step:
 
     def __init__(self, compiled: Compiled, run: Callable[..., Any], graphs: str, world: World, backend: Backend) -> None:
         self._run, self._world, self._backend = run, world, backend
-        self._extras = compiled.extras
+        self._compiled, self._extras = compiled, compiled.extras
         self._takes_seed = "seed" in compiled.extras
-        self._data = tuple(i for i, item in enumerate(compiled.captured.inputs) if item.kind == "data")
+        kinds = [item.kind for item in compiled.captured.inputs]
+        self._data = tuple(i for i, kind in enumerate(kinds) if kind == "data")
+        # Parts differ by rank: whole parameters were compared before they were split.
+        self._alike = tuple(i for i, kind in enumerate(kinds) if kind == "buffer" or (kind == "parameter" and not backend.zero))
         self._promise = (agree.READY, agree.text_hash(compiled.plan.fingerprint), agree.text_hash(graphs))
         self._first = True
 
@@ -93,11 +116,11 @@ class _Step:
         self._backend.stepped = True
         mixed = (seed + world.dp_rank * 0x9E3779B97F4A7C15) % (1 << 62)
         made["seed"] = torch.tensor(mixed, dtype=torch.int64, device=args[0].device if args else world.device)
-        return self._run(*args, *[made[what] for what in self._extras])
+        return self._run(*self._backend.local(self._compiled, args), *[made[what] for what in self._extras])
 
     def _weights(self, args: Sequence[Tensor]) -> Tensor | int:
         """Hash of parameters and buffers, before the first step of all: later, replicated work may differ in its last bits."""
-        return 0 if self._backend.stepped else agree.batch_hash([x for i, x in enumerate(args) if i not in self._data])
+        return 0 if self._backend.stepped else agree.batch_hash([args[i] for i in self._alike])
 
 
 def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -> tuple[Callable[..., Any], str]:

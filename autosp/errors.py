@@ -8,13 +8,16 @@ from .kernels.agree import DisagreementError
 from .kernels.errors import AutospError
 from .mesh import MeshError
 from .passes.capture import CaptureError
+from .passes.parts import ChangedParameterError
 from .passes.pipeline import SequenceError, StrategyError
 from .passes.place import RandomnessError
 from .passes.verify import VerificationError
+from .zero import ShardError
 
 __all__ = [
     "AutospError",
     "CaptureError",
+    "ChangedParameterError",
     "DisagreementError",
     "HardwareError",
     "MemoryShort",
@@ -23,6 +26,7 @@ __all__ = [
     "PlanningError",
     "RandomnessError",
     "SequenceError",
+    "ShardError",
     "StrategyError",
     "VerificationError",
 ]

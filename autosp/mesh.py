@@ -41,12 +41,14 @@ def use_mesh(mesh: DeviceMesh) -> contextlib.AbstractContextManager[DeviceMesh]:
 
 @dataclass(frozen=True)
 class World:
-    """A resolved mesh: the place of this rank, the group of all its ranks (None for one rank), and their device."""
+    """A resolved mesh: the place of this rank, the group of all its ranks (None for one rank), and their device. mesh: the one
+    it was resolved from; None without a process group."""
 
     spread: Spread
     everyone: dist.ProcessGroup | None
     device: torch.device
     dp_rank: int = 0
+    mesh: DeviceMesh | None = None
 
 
 def resolve(mesh: DeviceMesh | None, grad_sync: str) -> World:
@@ -86,18 +88,21 @@ def _world(mesh: DeviceMesh, external: bool) -> World:
     device = torch.device(mesh.device_type, index)
     spread = Spread(dist.get_rank(group), dist.get_world_size(group), group.group_name, external=external)
     if mesh.ndim == 1:
-        return World(spread, group if spread.ranks > 1 else None, device)
-    dp, whole = mesh.get_group(0), _flat(mesh)
+        return World(spread, group if spread.ranks > 1 else None, device, mesh=mesh)
+    dp, whole = mesh.get_group(0), flat(mesh).get_group()
+    dp_rank = dist.get_rank(dp)
     spread = Spread(
-        spread.rank, spread.ranks, spread.group, dist.get_world_size(dp), dp.group_name, whole.group_name, external=external
+        spread.rank, spread.ranks, spread.group, dist.get_world_size(dp), dp.group_name, whole.group_name, external, dp_rank
     )
-    return World(spread, whole if mesh.size() > 1 else None, device, dist.get_rank(dp))
+    return World(spread, whole if mesh.size() > 1 else None, device, dp_rank, mesh)
 
 
-def _flat(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """One group of all the mesh's ranks in row-major order. `_flatten` is DeviceMesh's own, not yet public, way to it."""
+def flat(mesh: DeviceMesh) -> DeviceMesh:
+    """All the mesh's ranks along one axis, in row-major order. `_flatten` is DeviceMesh's own, not yet public, way to it."""
+    if mesh.ndim == 1:
+        return mesh
     if mesh.size() == dist.get_world_size() and mesh.mesh.flatten().tolist() == list(range(mesh.size())):
         world = dist.group.WORLD
         assert world is not None
-        return world
-    return mesh._flatten("autosp_all").get_group()
+        return DeviceMesh.from_group(world, mesh.device_type, mesh_dim_names=("autosp_all",))
+    return mesh._flatten("autosp_all")

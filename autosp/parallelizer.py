@@ -17,10 +17,12 @@ from .cost_model.errors import PlanningError
 from .cost_model.plan import Plan
 from .dynamo_backend import Backend
 from .kernels.errors import AutospError
+from .mesh import resolve
 from .passes import associative, functions, recognise
 from .passes.capture import CaptureError
 from .passes.pipeline import Settings
 from .planning import Planning, room
+from .zero import ShardError, Zero3
 
 
 def parallelize(
@@ -36,6 +38,7 @@ def parallelize(
     plan: Plan | str | Path | None = None,
     hardware: str | Path | None = None,
     memory: str | float = "auto",
+    zero: int | None = None,
 ) -> Any:
     """Make a model, a class of models or a function run sequence-parallel; call it exactly as before.
 
@@ -59,16 +62,23 @@ def parallelize(
     memory: what backward finds of each layer. "auto": whatever is fastest in the memory that a device has; bytes, or "40GB": in
         so much of it. For every layer alike, "none": everything, nothing is computed again; "attention": its input and its
         attention's output, so that backward repeats neither attention nor an exchange; "full": its input alone.
+    zero: None, or 3: parameters become DTensors at once, of which each rank of the mesh (dp x sp) holds a part; they are gathered
+        a layer at a time, forward and again backward, and gradients come in parts. Build the optimizer after this call. For
+        modules only; MeshError without a process group, ShardError for a parameter that cannot be split, DisagreementError
+        where ranks start from different weights, all at once.
 
     Raises, at the first call: CaptureError for a graph break, SequenceError for a sequence shorter than the ranks,
     MeshError for a mesh without an sp axis, PlanError for a plan of another model, HardwareError for an unknown machine; at
     any call DisagreementError when ranks disagree. StrategyError and AmountError at once for unknown options.
     """
-    settings = Settings(strategy, outputs, seq_dim, compiler, grad_sync)
+    settings = Settings(strategy, outputs, seq_dim, compiler, grad_sync, zero)
     planning = Planning(hardware, plan, *room(memory))
+    if zero and not isinstance(target, torch.nn.Module):
+        raise ShardError("zero=3 splits the parameters of one module; fix: autosp.parallelize(module, mesh, zero=3)")
 
     def new_backend() -> Backend:
-        return Backend(mesh, settings, check_batch, planning)
+        split = Zero3(target, world := resolve(mesh, grad_sync)) if zero else None
+        return Backend(world.mesh if split else mesh, settings, check_batch, planning, split)
 
     if target is None:
         return lambda t: _wrap(t, new_backend)
@@ -126,7 +136,7 @@ class Runner:
             self._prepared = True
         self.backend.answered = False
         try:
-            with tracing():
+            with tracing(), self.backend.zero.standing_in() if self.backend.zero else contextlib.nullcontext():
                 return self._compiled(*args, **kwargs)
         except Exception as e:
             if not self.backend.answered:  # it never came to the step: the model did not trace, or raised itself

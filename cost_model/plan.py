@@ -136,11 +136,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Collectives beside those of sites: `count` of them in which a rank sends `sent` bytes, forward and backward together."""
+    """Collectives beside those of sites: `count` of them in which a rank sends `sent` bytes, forward and backward together.
+    everyone: they span the data-parallel ranks as well, as those that sum gradients always do."""
 
     collective: str
     count: int
     sent: float
+    everyone: bool = False
 
 
 @dataclass(frozen=True)

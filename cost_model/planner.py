@@ -297,19 +297,21 @@ def _integer(units: Sequence[_Unit], room: float) -> tuple[list[list[_Way]], flo
 
 
 def _constant_bytes(problem: Problem) -> float:
-    """Parameters, gradients and Adam's moments: every rank holds all of them."""
+    """Parameters, gradients and Adam's moments: every rank holds all of them, or its part of each and the whole of one layer's
+    parameters and their gradients."""
     width = {"float64": 8, "float32": 4}.get(problem.dtype, 2)
-    return problem.frozen + problem.trained * (2 + ADAM / width)
+    held = problem.frozen + problem.trained * (2 + ADAM / width)
+    return held / problem.parts + 2 * problem.largest_layer
 
 
 def exchange_seconds(each: Exchange, ranks: int, data_parallel: int, hardware: Hardware) -> float:
     """All of an exchange's collectives, one after another."""
     if ranks * data_parallel == 1:
         return 0.0
-    among = ranks * (data_parallel if each.collective == "all_reduce" else 1)
+    among = ranks * (data_parallel if each.everyone or each.collective == "all_reduce" else 1)
     level = hardware.level(among)
     link = level.link(each.collective)
-    latency = link.latency.value + messages(each.collective, ranks) * link.message.value
+    latency = link.latency.value + messages(each.collective, among) * link.message.value
     return each.count * latency + each.sent / (link.bandwidth.value * level.used(among))
 
 
@@ -420,7 +422,8 @@ def _short(problem: Problem, best: _Solution, planner: Planner) -> str:
     text = f"the plan needs {best.peak / 1e9:.1f} GB a device, {planner.budget / 1e9:.1f} GB are there"
     if room <= 0:
         held = f"parameters, gradients and Adam's moments alone take {constant / 1e9:.1f} GB"
-        return f"{text}: {held}; fix: shard them (FSDP), or a smaller model"
+        fix = "more ranks" if problem.parts > 1 else "split them over the ranks (zero=3)"
+        return f"{text}: {held}; fix: {fix}, or a smaller model"
     longest = max(
         (
             c.sizes.q_seq if not isinstance(c.sizes, LinearAttention) else c.sizes.seq

@@ -42,7 +42,8 @@ class SiteProblem:
 @dataclass(frozen=True)
 class Problem:
     """A model's sites and what else there is. `layout` is given where the user or an earlier decision fixed it. trained,
-    frozen: bytes of parameters with and without a gradient. tokens: of the global batch."""
+    frozen: bytes of parameters with and without a gradient. tokens: of the global batch. parts: into how many each parameter is
+    split (ZeRO-3), and then largest_layer: bytes of those that are gathered together."""
 
     ranks: int
     dtype: str
@@ -55,6 +56,8 @@ class Problem:
     trained: float = 0.0
     frozen: float = 0.0
     data_parallel: int = 1
+    parts: int = 1
+    largest_layer: float = 0.0
 
     @property
     def beside(self) -> Beside:

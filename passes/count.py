@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -10,11 +11,14 @@ from torch import Tensor, fx
 
 from ..cost_model import states
 from ..cost_model.plan import Collective
-from ..kernels import blocks, comm, linear, prefix
+from ..kernels import blocks, comm, linear, parts, prefix
 from ..kernels.layout import Layout, Shards, lacking, size
 from . import remat
 from .lower import Lowering
+from .placement import V
 from .relation import shape
+
+aten = torch.ops.aten
 
 
 def collectives(low: Lowering) -> tuple[Collective, ...]:
@@ -43,6 +47,7 @@ _PURPOSE = {
     "to_heads": "sequence to heads",
     "to_sequence": "heads to sequence",
     "sync": "parameter gradients",
+    "unshard": "parameters of a layer, gathered; their gradients",
     "block_attention": "blocks of attention",
     "on_rank": "states of linear attention",
 }
@@ -141,6 +146,30 @@ def _synced(node: fx.Node, low: Lowering) -> tuple[int, int]:
     return 0, 2 * (world - 1) * total // world
 
 
+def _unsharded(node: fx.Node, low: Lowering) -> tuple[int, int]:
+    """Gathered, and gathered again where backward reads any of them; gradients are reduce-scattered."""
+    shapes, ranks = node.args[1], low.spread.world
+    width = node.args[0][0].meta["val"].element_size()  # type: ignore[index, union-attr]
+    moved = (ranks - 1) * width * sum(math.prod(parts.padded_shape(each, ranks)) for each in shapes)  # type: ignore[union-attr]
+    learns = any(low.synced[(n, V)] in node.users for n in low.parts.buckets if n in low.facts.differentiable)
+    read = any(_read_in_backward(whole) for whole in node.users)
+    return moved, moved * (read + learns)
+
+
+def _read_in_backward(x: fx.Node) -> bool:
+    """Not what is only looked up in, or only added: its value is nobody's derivative."""
+    for user in x.users:
+        if user.target is parts.share:
+            if _read_in_backward(user):
+                return True
+        elif user.target is aten.linear.default:
+            if x in user.args[:2]:
+                return True
+        elif user.target not in (aten.embedding.default, aten.add.Tensor):
+            return True
+    return False
+
+
 _COUNTS: dict[Any, Any] = {
     comm.vary: lambda node, low: (0, _reduced(low, node.meta["val"])),
     comm.psum: lambda node, low: (_reduced(low, node.meta["val"]), 0),
@@ -154,6 +183,7 @@ _COUNTS: dict[Any, Any] = {
     comm.to_heads: _exchanged,
     comm.to_sequence: _exchanged,
     comm.sync: _synced,
+    parts.unshard: _unsharded,
     torch.ops.asp.block_attention.default: _travelled,
     linear.on_rank: _state,
 }

@@ -15,6 +15,7 @@ from . import remat
 from .capture import Captured
 from .facts import Facts
 from .mask import Extra
+from .parts import Parts, again, find, gather, is_part, local_value
 from .place import Decisions
 from .placement import Placement, R, Replicate, Shard, V, Varying
 from .rules.base import OnRank, rerun
@@ -28,7 +29,8 @@ class Spread:
     """Where a rank stands: its place on the sp axis, the groups by name, and how gradients are reduced.
 
     `whole_group` spans sp and dp together; `dp_group` is None without a dp axis. With `external` someone else averages
-    parameter gradients over every rank, so a sum over sp must be scaled up by its size here.
+    parameter gradients over every rank, so a sum over sp must be scaled up by its size here. With `zero` each rank of the
+    whole group holds a part of each parameter.
     """
 
     rank: int
@@ -38,13 +40,28 @@ class Spread:
     dp_group: str | None = None
     whole_group: str | None = None
     external: bool = False
+    dp_rank: int = 0
+    zero: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.ranks
+
+    @property
+    def place(self) -> int:
+        """This rank's number among all of them."""
+        return self.dp_rank * self.ranks + self.rank
+
+    @property
+    def everyone(self) -> str | None:
+        return self.whole_group if self.dp > 1 else self.group
 
     def reduction(self, placement: Placement) -> tuple[str | None, float]:
         """(group to sum over or None, factor) for the gradient of a parameter used in this placement."""
         if self.external:
             return None, float(self.ranks) if isinstance(placement, Varying) else 1.0
         if isinstance(placement, Varying):
-            group = (self.whole_group if self.dp > 1 else self.group) if self.dp * self.ranks > 1 else None
+            group = self.everyone if self.world > 1 else None
         else:
             group = self.dp_group
         return group, 1.0 / self.dp
@@ -62,6 +79,7 @@ class Lowering(OnRank):
     inputs: dict[fx.Node, fx.Node] = field(default_factory=dict)
     synced: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
     extras: dict[str | Extra, fx.Node] = field(default_factory=dict)  # inputs made anew for each step
+    parts: Parts = field(default_factory=Parts)
     current: fx.Node | None = None
 
     # What rules use -----------------------------------------------------------------------------------
@@ -82,6 +100,8 @@ class Lowering(OnRank):
         node = self.graph.call_function(target, args, kwargs)
         if self.current is not None:
             node.meta = {k: v for k, v in self.current.meta.items() if k in _KEPT}
+            if self.current in self.parts.derived:
+                again(node)
         return node
 
     def run(self, node: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
@@ -144,12 +164,16 @@ def lower(captured: Captured, facts: Facts, decisions: Decisions, spread: Spread
     for node in captured.module.graph.nodes:
         if node.op == "placeholder":
             low.inputs[node] = low.graph.placeholder(str(node.target))
-            low.inputs[node].meta = {k: v for k, v in node.meta.items() if k == "val"}
+            low.inputs[node].meta = {"val": local_value(node, facts, spread)}
     _emit_buckets(low, decisions)
+    if spread.zero:
+        low.parts = find(captured, facts, decisions, spread)
     for node in captured.module.graph.nodes:
+        if node in low.parts.buckets:
+            continue  # gathered where it is first used
         for placement in decisions.versions.get(node, {}):
             _emit(low, decisions, node, placement)
-    outputs = [low.env[key] for key in decisions.outputs]
+    outputs = [_emit(low, decisions, *key) for key in decisions.outputs]
     placeholders = list(low.inputs.values())
     for index, new in zip(captured.mutated, outputs, strict=False):
         low.call(aten.copy_.default, placeholders[index], new)
@@ -166,8 +190,10 @@ def _emit(low: Lowering, decisions: Decisions, node: fx.Node, placement: Placeme
     if key in low.env:
         return low.env[key]
     recipe = decisions.versions[node][placement]
+    if node in low.parts.buckets:
+        gather(low, node)
     for x, p in recipe.demands:
-        if x is node:
+        if x is node or x in low.parts.buckets:
             _emit(low, decisions, x, p)
     low.current = node
     values = [low.env[demand] for demand in recipe.demands]
@@ -203,7 +229,7 @@ def _emit_buckets(low: Lowering, decisions: Decisions) -> None:
     for versions in decisions.versions.values():
         for recipe in versions.values():
             for x, p in recipe.demands:
-                if _is_parameter(low, x) and isinstance(p, (Replicate, Varying)):
+                if _is_synced(low, x) and isinstance(p, (Replicate, Varying)):
                     order[(x, p)] = None
     position = {node: i for i, node in enumerate(low.captured.module.graph.nodes)}
     first_use = {key: min(position[u] for u in key[0].users) for key in order}
@@ -225,5 +251,6 @@ def _emit_buckets(low: Lowering, decisions: Decisions) -> None:
                 low.synced[(node, placement)] = low.call(operator.getitem, synced, i)
 
 
-def _is_parameter(low: Lowering, node: fx.Node) -> bool:
-    return node.op == "placeholder" and low.facts.inputs[node].kind == "parameter" and node in low.facts.differentiable
+def _is_synced(low: Lowering, node: fx.Node) -> bool:
+    parameter = node.op == "placeholder" and low.facts.inputs[node].kind == "parameter" and node in low.facts.differentiable
+    return parameter and not is_part(node, low.facts, low.spread)

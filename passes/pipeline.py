@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Settings:
     seq_dim: int | Mapping[str, int] = 1
     compiler: str = "inductor"
     grad_sync: str = "autosp"
+    zero: int | None = None
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -54,9 +55,15 @@ class Settings:
             ("outputs", self.outputs, ("local", "gather")),
             ("compiler", self.compiler, ("inductor", "aot_eager")),
             ("grad_sync", self.grad_sync, ("autosp", "external")),
+            ("zero", self.zero, (None, 3)),
         ):
             if value not in allowed:
                 raise StrategyError(f"{name}={value!r} is not known; choose from {', '.join(map(repr, allowed))}")
+        if self.zero and self.grad_sync == "external":
+            raise StrategyError(
+                "zero=3 sums gradients into parts itself, so nobody can average whole ones afterwards; fix: leave out "
+                'grad_sync="external", and DDP or FSDP around the model: with a mesh (dp, sp) autosp averages over dp'
+            )
 
 
 @dataclass
@@ -79,6 +86,7 @@ def compile_graph(
 
 def compile_captured(captured: Captured, spread: Spread, settings: Settings, decide: Decide) -> Compiled:
     """A captured graph into this rank's local graph and the plan."""
+    spread = replace(spread, zero=settings.zero is not None)
     forced = LOWERINGS[settings.strategy].layout if settings.strategy in LOWERINGS else None
     made = _opened(captured, spread, settings, forced or contiguous, fixed=forced is not None)
     decision = decide(made.problem)
@@ -129,13 +137,15 @@ def _opened(
         _dtype(captured, sites),
         tuple(s.problem for s in sites),
         workload.layers(captured, known, types, [*regions, *recurrent], settings.compiler),
-        workload.exchanges(captured, known, types, spread.dp),
+        workload.exchanges(known, types, spread.world, spread.zero),
         choose.layout_name(arrange) if fixed or not sites else None,
         settings.strategy,
         max((size[0] * size[1] for size in data if len(size) > 1), default=0),
         trained,
         frozen,
         spread.dp,
+        spread.world if spread.zero else 1,
+        workload.largest_layer(known) if spread.zero else 0.0,
     )
     return _Opened(known, types, regions, refused, sites, problem)
 

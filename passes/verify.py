@@ -32,7 +32,7 @@ class _Shapes(fx.Interpreter):
 def verify(module: fx.GraphModule, captured: Captured, low: Lowering, fake_mode: Any) -> None:
     """Raise VerificationError unless every emitted version has the local shape of its placement."""
     module.graph.lint()
-    fakes = [n.meta["val"] for n in captured.module.graph.nodes if n.op == "placeholder"]
+    fakes = [x.meta["val"] for x in low.inputs.values()]
     with fake_mode:
         for what in low.extras:
             seed = torch.empty((), dtype=torch.int64, device=fakes[0].device)

@@ -34,6 +34,11 @@ def layer_of(node: fx.Node) -> str:
     return numbered(module_path(node))
 
 
+def unit_of(node: fx.Node) -> str:
+    """The part of the model whose parameters are gathered together: a layer, or a module that is in none."""
+    return layer_of(node) or module_path(node)
+
+
 def layers(
     captured: Captured, facts: Facts, types: Types, sites: Iterable[Region | Recurrent], compiler: str
 ) -> tuple[Layer, ...]:
@@ -111,16 +116,32 @@ _LINEAR = {
 }  # fmt: skip
 
 
-def exchanges(captured: Captured, facts: Facts, types: Types, data_parallel: int) -> tuple[Exchange, ...]:
-    """Gradients of parameters summed over all ranks, and what is gathered for operators without a rule, there and back."""
-    world = facts.ranks * data_parallel
+def exchanges(facts: Facts, types: Types, world: int, zero: bool) -> tuple[Exchange, ...]:
+    """Gradients of parameters summed over all ranks, or parameters in parts gathered forward and backward and their gradients
+    reduce-scattered; and what is gathered for operators without a rule, there and back."""
     gradients = sum(n.meta["val"].nbytes for n, item in facts.inputs.items() if item.requires_grad)
     found = []
-    if world > 1 and gradients:
+    if world > 1 and zero:
+        held = {n: n.meta["val"].nbytes for n, item in facts.inputs.items() if item.kind == "parameter"}
+        count = len({unit_of(next(iter(n.users))) for n in held if n.users})
+        found.append(Exchange("all_gather", 2 * count, 2 * (world - 1) / world * sum(held.values()), everyone=True))
+        if gradients:
+            found.append(Exchange("reduce_scatter", count, (world - 1) / world * gradients, everyone=True))
+    elif world > 1 and gradients:
         found.append(Exchange("all_reduce", max(1, gradients >> 25), 2 * (world - 1) / world * gradients))
     if facts.ranks > 1 and types.gathered:
         found.append(Exchange("all_gather", len(types.gathered), 2.0 * sum(g.bytes for g in types.gathered)))
     return tuple(found)
+
+
+def largest_layer(facts: Facts) -> float:
+    """Bytes of the parameters of the largest layer: what is whole while it runs, where ranks hold parts."""
+    layers: dict[str, float] = {}
+    for node, item in facts.inputs.items():
+        if item.kind == "parameter" and node.users:
+            name = unit_of(next(iter(node.users)))
+            layers[name] = layers.get(name, 0.0) + node.meta["val"].nbytes
+    return max(layers.values(), default=0.0)
 
 
 def parameter_bytes(facts: Facts) -> tuple[float, float]:

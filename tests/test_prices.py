@@ -569,7 +569,8 @@ def test_what_does_not_fit_says_what_would() -> None:
 
 def test_parameters_alone_may_be_too_much() -> None:
     with pytest.raises(
-        MemoryShort, match=r"parameters, gradients and Adam's moments alone take 84.0 GB; fix: shard them \(FSDP\)"
+        MemoryShort,
+        match=r"parameters, gradients and Adam's moments alone take 84.0 GB; fix: split them over the ranks \(zero=3\)",
     ):
         Planner(load("h100"), strict=True)(model("s", trained=14e9))
 

@@ -23,7 +23,7 @@ from .facts import Facts, is_random
 from .place import Decisions
 from .placement import R, V
 from .relation import operands, shape
-from .workload import unit_of
+from .workload import units
 
 if TYPE_CHECKING:
     from .lower import Lowering, Spread
@@ -59,7 +59,7 @@ def local_value(node: fx.Node, facts: Facts, spread: Spread) -> torch.Tensor:
 
 
 def find(captured: Captured, facts: Facts, decisions: Decisions, spread: Spread) -> Parts:
-    """Parameters that are used, in buckets of one layer, dtype, device and need of a gradient."""
+    """Parameters that are used, in buckets of one unit, dtype, device and need of a gradient."""
     nodes = list(captured.module.graph.nodes)
     held = [n for n in nodes if is_part(n, facts, spread)]
     written = [facts.inputs[nodes[i]].source for i in captured.mutated if nodes[i] in held]
@@ -68,18 +68,12 @@ def find(captured: Captured, facts: Facts, decisions: Decisions, spread: Spread)
             f"the model changes a parameter while it runs ({written[0]}), of which each rank holds a part only; "
             "fix: make it a buffer, or parallelize without zero=3"
         )
+    demanded = {x for versions in decisions.versions.values() for recipe in versions.values() for x, _ in recipe.demands}
     groups: dict[object, list[fx.Node]] = {}
-    first: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        for recipe in decisions.versions.get(node, {}).values():
-            for x, _ in recipe.demands:
-                if x is not node:
-                    first.setdefault(x, node)
-    position = {node: i for i, node in enumerate(nodes)}
-    for node in sorted((n for n in held if n in first), key=lambda n: position[first[n]]):
-        value = node.meta["val"]
-        key = (unit_of(first[node]), value.dtype, value.device, node in facts.differentiable)
-        groups.setdefault(key, []).append(node)
+    for node, unit in units(captured, facts).items():
+        if node in demanded and node in held:
+            value = node.meta["val"]
+            groups.setdefault((unit, value.dtype, value.device, node in facts.differentiable), []).append(node)
     derived: set[fx.Node] = set(held)
     for node in nodes:
         alone = node.op == "call_function" and node not in facts.from_data and not is_random(node)

@@ -137,7 +137,7 @@ def _opened(
         _dtype(captured, sites),
         tuple(s.problem for s in sites),
         workload.layers(captured, known, types, [*regions, *recurrent], settings.compiler),
-        workload.exchanges(known, types, spread.world, spread.zero),
+        workload.exchanges(captured, known, types, spread.world, spread.zero),
         choose.layout_name(arrange) if fixed or not sites else None,
         settings.strategy,
         max((size[0] * size[1] for size in data if len(size) > 1), default=0),
@@ -145,7 +145,7 @@ def _opened(
         frozen,
         spread.dp,
         spread.world if spread.zero else 1,
-        workload.largest_layer(known) if spread.zero else 0.0,
+        max(workload.unit_bytes(captured, known), default=0.0) if spread.zero else 0.0,
     )
     return _Opened(known, types, regions, refused, sites, problem)
 

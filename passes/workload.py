@@ -34,9 +34,20 @@ def layer_of(node: fx.Node) -> str:
     return numbered(module_path(node))
 
 
-def unit_of(node: fx.Node) -> str:
-    """The part of the model whose parameters are gathered together: a layer, or a module that is in none."""
-    return layer_of(node) or module_path(node)
+def units(captured: Captured, facts: Facts) -> dict[fx.Node, object]:
+    """What is gathered together where ranks hold parameters in parts: those of a layer, and those used between two layers.
+
+    Parameters in the order of their first use; one that several layers use belongs to the first.
+    """
+    position = {node: i for i, node in enumerate(captured.module.graph.nodes)}
+    first = {n: min(n.users, key=lambda u: position[u]) for n, i in facts.inputs.items() if i.kind == "parameter" and n.users}
+    found: dict[fx.Node, object] = {}
+    last = ""
+    for node in sorted(first, key=lambda n: position[first[n]]):
+        layer = layer_of(first[node])
+        last = layer or last
+        found[node] = (layer, last)
+    return found
 
 
 def layers(
@@ -116,17 +127,16 @@ _LINEAR = {
 }  # fmt: skip
 
 
-def exchanges(facts: Facts, types: Types, world: int, zero: bool) -> tuple[Exchange, ...]:
+def exchanges(captured: Captured, facts: Facts, types: Types, world: int, zero: bool) -> tuple[Exchange, ...]:
     """Gradients of parameters summed over all ranks, or parameters in parts gathered forward and backward and their gradients
     reduce-scattered; and what is gathered for operators without a rule, there and back."""
     gradients = sum(n.meta["val"].nbytes for n, item in facts.inputs.items() if item.requires_grad)
     found = []
     if world > 1 and zero:
-        held = {n: n.meta["val"].nbytes for n, item in facts.inputs.items() if item.kind == "parameter"}
-        count = len({unit_of(next(iter(n.users))) for n in held if n.users})
-        found.append(Exchange("all_gather", 2 * count, 2 * (world - 1) / world * sum(held.values()), everyone=True))
+        held = unit_bytes(captured, facts)
+        found.append(Exchange("all_gather", 2 * len(held), 2 * (world - 1) / world * sum(held), everyone=True))
         if gradients:
-            found.append(Exchange("reduce_scatter", count, (world - 1) / world * gradients, everyone=True))
+            found.append(Exchange("reduce_scatter", len(held), (world - 1) / world * gradients, everyone=True))
     elif world > 1 and gradients:
         found.append(Exchange("all_reduce", max(1, gradients >> 25), 2 * (world - 1) / world * gradients))
     if facts.ranks > 1 and types.gathered:
@@ -134,14 +144,12 @@ def exchanges(facts: Facts, types: Types, world: int, zero: bool) -> tuple[Excha
     return tuple(found)
 
 
-def largest_layer(facts: Facts) -> float:
-    """Bytes of the parameters of the largest layer: what is whole while it runs, where ranks hold parts."""
-    layers: dict[str, float] = {}
-    for node, item in facts.inputs.items():
-        if item.kind == "parameter" and node.users:
-            name = unit_of(next(iter(node.users)))
-            layers[name] = layers.get(name, 0.0) + node.meta["val"].nbytes
-    return max(layers.values(), default=0.0)
+def unit_bytes(captured: Captured, facts: Facts) -> list[float]:
+    """Bytes of the parameters of each unit."""
+    found: dict[object, float] = {}
+    for node, unit in units(captured, facts).items():
+        found[unit] = found.get(unit, 0.0) + node.meta["val"].nbytes
+    return list(found.values())
 
 
 def parameter_bytes(facts: Facts) -> tuple[float, float]:

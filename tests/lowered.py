@@ -15,6 +15,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from autosp.cost_model.problem import Decide
 from autosp.kernels import blocks, comm
+from autosp.kernels.parts import part_of
 from autosp.parallelizer import tracing
 from autosp.passes import recognise
 from autosp.passes.lower import Spread
@@ -64,6 +65,12 @@ class Traced:
         return sent
 
 
+def _part(x: Tensor, ranks: int, rank: int) -> Any:
+    """A rank's part of a parameter as Dynamo would have made it a fake: with fixed sizes."""
+    mode = torch._guards.TracingContext.get().fake_mode
+    return mode.from_tensor(part_of(x.detach(), ranks, rank).requires_grad_(x.requires_grad), static_shapes=True)
+
+
 class _Stop(BaseException):
     """Leaves Dynamo when the graphs are there; nothing is run."""
 
@@ -92,6 +99,8 @@ def trace(
                 return make_boxed_func(graph.forward)
 
             partition = min_cut_rematerialization_partition
+            if options.get("zero"):
+                example_inputs = [_part(x, ranks, rank) if isinstance(x, nn.Parameter) else x for x in example_inputs]
             with fx.traceback.preserve_node_meta(), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
                 aot_module_simplified(traced.compiled.module, example_inputs, keep, keep, partition, inference_compiler=keep)
         raise _Stop

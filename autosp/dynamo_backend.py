@@ -52,6 +52,8 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         world = self.world()
+        if self.zero is not None:
+            self.zero.set_apart(gm)
         try:
             compiled = compile_graph(gm, example_inputs, world.spread, self.settings, self.planning.decide(world.device))
             self.planning.compare(compiled.plan)

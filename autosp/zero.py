@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .kernels import agree
@@ -77,6 +77,14 @@ class Zero3:
         finally:
             for owner, name, parameter in inside:
                 owner._parameters[name] = parameter
+
+    def set_apart(self, gm: fx.GraphModule) -> None:
+        """Memory of its own for each parameter in what Dynamo traced, as the module's have."""
+        for node in gm.graph.find_nodes(op="placeholder"):
+            value = node.meta.get("example_value")
+            if isinstance(value, nn.Parameter):
+                with value.fake_mode:  # type: ignore[attr-defined]
+                    node.meta["example_value"] = nn.Parameter(torch.empty_like(value), value.requires_grad)
 
     def part(self, stand_in: Tensor) -> Tensor:
         """This rank's part of the parameter that is stood in for; its gradient goes to that. Raises ShardError for another."""

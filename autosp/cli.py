@@ -24,6 +24,7 @@ STRATEGIES = (
     "all-scan, log-step, two-level, gather-states or all-to-all for linear attention"
 )
 SIZE_HELP = "positions of a sequence, for a transformers model: 131072, 128K or 1M"
+ZERO_HELP = "3: every rank of the mesh holds a part of the parameters, gathered a layer at a time"
 PLAN_HELP = "a file that `autosp plan --json` wrote"
 MEMORY_HELP = (
     "what is computed again in backward: auto, whatever is fastest and fits; bytes that a device may use, such as 80GB; or of "
@@ -42,6 +43,7 @@ def check(
     strategy: Annotated[str | None, typer.Option(help=STRATEGIES + ": for all that it applies to")] = None,
     mesh: Annotated[str | None, typer.Option(help="such as dp=2,sp=2")] = None,
     memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "auto",
+    zero: Annotated[int | None, typer.Option(help=ZERO_HELP)] = None,
     compiler: Annotated[str, typer.Option(help="aot_eager or inductor")] = "aot_eager",
     timeout: Annotated[float, typer.Option(min=1, help="seconds for the whole run")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="print only JSON")] = False,
@@ -56,7 +58,7 @@ def check(
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}", param_hint="--dtype")
     shape = parse_mesh(mesh, ranks)
-    options = {"compiler": compiler, "memory": memory} | ({"strategy": strategy} if strategy else {})
+    options = {"compiler": compiler, "memory": memory, "zero": zero} | ({"strategy": strategy} if strategy else {})
     report = run_check(ModelSpec(model, seq_len, batch, dtype), shape, options, timeout)
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
@@ -77,6 +79,7 @@ def plan(
     memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "auto",
     strategy: Annotated[str | None, typer.Option(help=STRATEGIES + ": for all that it applies to")] = None,
     mesh: Annotated[str | None, typer.Option(help="such as dp=8,sp=64: the batch is that of one data-parallel group")] = None,
+    zero: Annotated[int | None, typer.Option(help=ZERO_HELP)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the plan, for `autosp.parallelize(plan=FILE)`")] = None,
     html_file: Annotated[
         Path | None, typer.Option("--html", help="write a report with plots: one page, complete in itself")
@@ -91,7 +94,8 @@ def plan(
     from autosp.plan_tables import console, print_plan
 
     with refusals():
-        asked = Question(model, positions(seq_len), mesh_of(mesh, ranks), hardware, per_node, batch, dtype, memory, strategy)
+        where = mesh_of(mesh, ranks)
+        asked = Question(model, positions(seq_len), where, hardware, per_node, batch, dtype, memory, strategy, zero)
         made = asked.answer()
         print_plan(made, console())
         if json_file is not None:

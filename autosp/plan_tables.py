@@ -100,9 +100,11 @@ def total_rows(plan: Plan) -> list[tuple[str, ...]]:
     waiting = max(0.0, totals.exposed_s - sum(s.seconds.exposed for s in plan.sites))
     again = " and computed again" if any(s.saved != "everything" for s in plan.sites) else ""
     held = shown(totals.parameter_bytes, "B")
+    parted = any(c.op == "unshard" for c in plan.collectives)
+    holder = "a rank's part of all, one layer's whole" if parted else "every rank holds all of them"
     return [
         (f"all else{again}", "", "", shown(time, "s"), shown(waiting, "s"), "", ""),
-        ("parameters, gradients, Adam", "", "", "", "", held, "every rank holds all of them"),
+        ("parameters, gradients, Adam", "", "", "", "", held, holder),
         ("step", "", "", shown(totals.step_s, "s"), shown(totals.exposed_s, "s"), shown(totals.peak_bytes, "B"), ""),
     ]
 

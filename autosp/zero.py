@@ -49,6 +49,7 @@ class Zero3:
 
     def _split(self, whole: nn.Parameter) -> nn.Parameter:
         parted = nn.Parameter(self._parts_of(whole), whole.requires_grad)
+        vars(parted).update(vars(whole))  # marks that models leave for optimizers, such as no weight decay
         if whole.grad is not None:
             parted.grad = self._parts_of(whole.grad)
         whole.data, whole.grad = whole.data.new_empty(0), None
@@ -97,7 +98,7 @@ class Zero3:
 
     def _checked(self, owner: nn.Module, name: str) -> nn.Parameter:
         p = owner._parameters.get(name)
-        if p is None or not isinstance(p.data, DTensor) or not self._as_split(p.data):
+        if not isinstance(p, DTensor) or not self._as_split(p):
             raise ShardError(
                 f"{name} of a {type(owner).__name__} is no longer what zero=3 made of it, parts over the ranks; fix: change its "
                 "values in place (load_state_dict, torch.distributed.checkpoint), or parallelize after replacing it"
@@ -158,6 +159,8 @@ def _refuse(owner: nn.Module, name: str) -> None:
         raise ShardError(f"{name} of a {type(owner).__name__} is split already; fix: one parallelize(zero=3), no fully_shard")
     if isinstance(p, nn.parameter.UninitializedTensorMixin):
         raise ShardError(f"{name} of a {type(owner).__name__} has no shape yet; fix: run the lazy module once before")
+    if type(p) is not nn.Parameter:
+        raise ShardError(f"{name} of a {type(owner).__name__} is a {type(p).__name__}; fix: a plain nn.Parameter, split as it is")
     if p._backward_hooks or p._post_accumulate_grad_hooks:
         raise ShardError(f"{name} of a {type(owner).__name__} has hooks, which expect it whole; fix: register them afterwards")
 

@@ -31,6 +31,7 @@ from autosp.cost_model.problem import Layer, Problem
 from autosp.errors import AutospError, ChangedParameterError, DisagreementError, MeshError, ShardError, StrategyError
 from autosp.kernels.parts import part, part_shape, split_dim
 from autosp.model_spec import ModelSpec
+from autosp.plan_tables import total_rows
 from pool import Pool
 
 VOCAB, WIDTH = 50, 12
@@ -137,7 +138,10 @@ def test_checkpoint_regions_gather_their_parameters_again(pool: Pool) -> None:
 def holds(mesh: DeviceMesh) -> tuple[float, bool, bool, list[float]]:
     """Bytes of parameters and gradients here ÷ the whole's, before and after a step; what the state dict has; eval's error."""
     plain, inputs = MODELS["nanogpt_sdpa"](33, 2, torch.float64)
-    model = autosp.parallelize(copy.deepcopy(plain), mesh, compiler="aot_eager", zero=3)
+    model = copy.deepcopy(plain)
+    next(model.parameters()).no_weight_decay = True  # type: ignore[attr-defined]
+    autosp.parallelize(model, mesh, compiler="aot_eager", zero=3)
+    assert next(model.parameters()).no_weight_decay  # type: ignore[attr-defined]
     whole = sum(p.nbytes for p in plain.parameters())
     step(model, inputs)
     parts = [x.to_local() for p in model.parameters() for x in (p, p.grad)]  # type: ignore[union-attr]
@@ -322,6 +326,9 @@ def test_memory_and_exchanges_are_those_of_parts() -> None:
     parameters = sum(p.nbytes for p in model.parameters())
     assert sent == {"all_gather": 2 * 3 / 4 * parameters, "reduce_scatter": 3 / 4 * parameters}
     assert [e.collective for e in whole.beside.exchanges] == ["all_reduce"] and parts.fingerprint == whole.fingerprint
+    assert [total_rows(plan)[1][-1] for plan in (whole, parts)] == [
+        "every rank holds all of them", "a rank's part of all, one layer's whole",
+    ]  # fmt: skip
 
 
 def test_parameters_in_parts_fit_where_whole_ones_do_not() -> None:

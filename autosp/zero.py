@@ -160,7 +160,9 @@ def _refuse(owner: nn.Module, name: str) -> None:
     if isinstance(p, nn.parameter.UninitializedTensorMixin):
         raise ShardError(f"{name} of a {type(owner).__name__} has no shape yet; fix: run the lazy module once before")
     if type(p) is not nn.Parameter:
-        raise ShardError(f"{name} of a {type(owner).__name__} is a {type(p).__name__}; fix: a plain nn.Parameter, split as it is")
+        raise ShardError(
+            f"{name} of a {type(owner).__name__} is a {type(p).__name__}, which its parts would not be; fix: nn.Parameter"
+        )
     if p._backward_hooks or p._post_accumulate_grad_hooks:
         raise ShardError(f"{name} of a {type(owner).__name__} has hooks, which expect it whole; fix: register them afterwards")
 

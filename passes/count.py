@@ -28,7 +28,7 @@ def collectives(low: Lowering) -> tuple[Collective, ...]:
         count = _COUNTS.get(node.target) if node.op == "call_function" else None
         if count is not None:
             forward, backward = count(node, low)
-            backward += forward if remat.repeated(node) else 0
+            backward += forward if _repeated(node) else 0
             name = node.target.__name__.removesuffix(".default")
             rows[(name, _PURPOSE[name], forward, backward)] += 1
     return tuple(Collective(op, purpose, n, forward * n, backward * n) for (op, purpose, forward, backward), n in rows.items())
@@ -147,25 +147,29 @@ def _synced(node: fx.Node, low: Lowering) -> tuple[int, int]:
 
 
 def _unsharded(node: fx.Node, low: Lowering) -> tuple[int, int]:
-    """Gathered, and gathered again where backward reads any of them; gradients are reduce-scattered."""
+    """Gathered; the gradients of those that have one are reduce-scattered."""
     shapes, ranks = node.args[1], low.spread.world
     width = node.args[0][0].meta["val"].element_size()  # type: ignore[index, union-attr]
     moved = (ranks - 1) * width * sum(math.prod(parts.padded_shape(each, ranks)) for each in shapes)  # type: ignore[union-attr]
     learns = any(low.synced[(n, V)] in node.users for n in low.parts.buckets if n in low.facts.differentiable)
-    read = any(_read_in_backward(whole) for whole in node.users)
-    return moved, moved * (read + learns)
+    return moved, moved * learns
+
+
+def _repeated(node: fx.Node) -> bool:
+    """Whether backward runs a collective again: parameters in parts are gathered again if it reads any of them."""
+    return remat.repeated(node) and (node.target is not parts.unshard or any(map(_read_in_backward, node.users)))
 
 
 def _read_in_backward(x: fx.Node) -> bool:
-    """Not what is only looked up in, or only added: its value is nobody's derivative."""
+    """Not what is only looked up in, or only added, once: its value is nobody's derivative."""
     for user in x.users:
         if user.target is parts.share:
-            if _read_in_backward(user):
-                return True
+            read = _read_in_backward(user)
         elif user.target is aten.linear.default:
-            if x in user.args[:2]:
-                return True
-        elif user.target not in (aten.embedding.default, aten.add.Tensor):
+            read = x in user.args[:2] or remat.repeated(user)
+        else:
+            read = user.target not in (aten.embedding.default, aten.add.Tensor) or remat.repeated(user)
+        if read:
             return True
     return False
 

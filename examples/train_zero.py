@@ -1,4 +1,4 @@
-"""A tiny Llama in parts (ZeRO-3), with a checkpoint after each step: started again, it goes on, on any number of ranks.
+"""A tiny Llama in parts (ZeRO-3), with a checkpoint after each step: interrupted, it goes on from the last, on any ranks.
 
     torchrun --nproc_per_node 4 examples/train_zero.py
     torchrun --nproc_per_node 2 examples/train_zero.py
@@ -39,13 +39,13 @@ def main() -> None:
     model = autosp.parallelize(LlamaForCausalLM(config).to(device), mesh, compiler="aot_eager", zero=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # after parallelize: it is to see the parts
 
-    first = 0
-    if FOLDER.exists():
+    # What is complete has its metadata, which is written last.
+    first = max((int(path.parent.name) for path in FOLDER.glob("*/.metadata")), default=0)
+    if first:
         weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments, "step": 0}
-        dcp.load(state, checkpoint_id=FOLDER)
+        state = {"model": weights, "optimizer": moments}
+        dcp.load(state, checkpoint_id=FOLDER / str(first))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        first = state["step"]
     for step in range(first, first + STEPS):
         torch.manual_seed(step)
         ids = torch.randint(VOCAB, (BATCH, SEQ_LEN)).to(device)  # the global batch, as on one device
@@ -57,7 +57,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"step {step}: loss {loss.item():.6f}")
         weights, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": moments, "step": step + 1}, checkpoint_id=FOLDER)
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=FOLDER / str(step + 1))
     dist.destroy_process_group()
 
 

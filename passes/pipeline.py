@@ -131,6 +131,7 @@ def _opened(
     recurrent = recurrences(captured.module.graph, types)
     sites = [*(choose.attention(r, ctx) for r in regions), *(choose.recurrence(r, ctx) for r in recurrent)]
     trained, frozen = workload.parameter_bytes(known)
+    parts = spread.world if spread.zero else 1
     data = [shape(n) for n, item in known.inputs.items() if item.kind == "data"]
     problem = Problem(
         spread.ranks,
@@ -144,8 +145,8 @@ def _opened(
         trained,
         frozen,
         spread.dp,
-        spread.world if spread.zero else 1,
-        max(workload.unit_bytes(captured, known), default=0.0) if spread.zero else 0.0,
+        parts,
+        max(workload.unit_bytes(captured, known), default=0.0) if parts > 1 else 0.0,
     )
     return _Opened(known, types, regions, refused, sites, problem)
 

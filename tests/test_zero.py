@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from dataclasses import replace
@@ -21,11 +22,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from twins import EXACT, distance, other_batch, step
+from typer.testing import CliRunner
 
 import autosp
 from autosp import zoo
 from autosp.check import Report, check_on_rank, relative_error, whole_tensor
+from autosp.cli import app
 from autosp.cost_model.hardware import load
+from autosp.cost_model.plan import Plan
 from autosp.cost_model.planner import MemoryShort, Planner
 from autosp.cost_model.problem import Layer, Problem
 from autosp.errors import AutospError, ChangedParameterError, DisagreementError, MeshError, ShardError, StrategyError
@@ -35,6 +39,7 @@ from autosp.plan_tables import total_rows
 from autosp.planning import room
 from pool import Pool
 
+FACTORIES = str(Path(__file__).parent / "factories.py")
 VOCAB, WIDTH = 50, 12
 
 
@@ -338,3 +343,22 @@ def test_parameters_in_parts_fit_where_whole_ones_do_not() -> None:
     with pytest.raises(MemoryShort, match=r"split them over the ranks \(zero=3\)"):
         planner(whole)
     assert planner(replace(whole, parts=8, largest_layer=5e8)).totals
+
+
+# The command line.
+
+
+def run(*args: object) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in args], catch_exceptions=False)
+
+
+def test_check_and_plan_take_the_option(tmp_path: Path) -> None:
+    done = run("check", FACTORIES + ":positional", "--zero", 3, "--mesh", "dp=2,sp=2", "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout)["verdict"] == "exact"
+    config = zoo.tiny_config("llama", 64)
+    config.save_pretrained(tmp_path)
+    done = run("plan", tmp_path, "--zero", 3, "--mesh", "dp=2,sp=4", "--hardware", "h200", "--json", tmp_path / "plan.json")
+    assert done.exit_code == 0 and "a rank's part of all" in done.stdout
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert plan.beside is not None and {e.collective for e in plan.beside.exchanges} == {"all_gather", "reduce_scatter"}
+    assert run("plan", tmp_path, "--zero", 1, "--ranks", 4, "--hardware", "h200").exit_code == 2

@@ -136,8 +136,11 @@ class Runner:
             self._prepared = True
         self.backend.answered = False
         try:
-            with tracing(), self.backend.zero.standing_in() if self.backend.zero else contextlib.nullcontext():
-                return self._compiled(*args, **kwargs)
+            with tracing():
+                if self.backend.zero is None:
+                    return self._compiled(*args, **kwargs)
+                with self.backend.zero.standing_in():
+                    return self.backend.zero.returned(self._compiled(*args, **kwargs))
         except Exception as e:
             if not self.backend.answered:  # it never came to the step: the model did not trace, or raised itself
                 self.backend.announce_failure()

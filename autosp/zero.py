@@ -7,12 +7,14 @@ parameter: a plain one of the whole shape, whose memory all share and nobody rea
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree as pytree
 
 from .kernels import agree
 from .kernels.errors import AutospError
@@ -96,6 +98,14 @@ class Zero3:
             )
         return self._standing[id(stand_in)].to_local()  # type: ignore[attr-defined]
 
+    def returned(self, result: Any) -> Any:
+        """A call's result. Raises ShardError where a parameter is part of it, for which Dynamo gives the stand-in."""
+        if any(id(x) in self._standing for x in pytree.tree_leaves(result)):
+            raise ShardError(
+                "the model returns one of its parameters, of which each rank holds a part; fix: return a clone of it"
+            )
+        return result
+
     def _checked(self, owner: nn.Module, name: str) -> nn.Parameter:
         p = owner._parameters.get(name)
         if not isinstance(p, DTensor) or not self._as_split(p):
@@ -121,7 +131,10 @@ class Zero3:
         key = (p.dtype, p.device)
         if key not in self._memory:
             alike = [x.numel() for x in (_at(*place) for place in self._places) if (x.dtype, x.device) == key]
-            self._memory[key] = torch.empty(max(alike), dtype=p.dtype, device=p.device)
+            # Whatever should read it shows that: not a number, where the type has one.
+            self._memory[key] = torch.full(
+                (max(alike),), math.nan if p.is_floating_point() else 0, dtype=p.dtype, device=p.device
+            )
         return self._memory[key][: p.numel()].view(p.shape)
 
 

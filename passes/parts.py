@@ -69,6 +69,7 @@ def find(captured: Captured, facts: Facts, decisions: Decisions, spread: Spread)
             "fix: make it a buffer, or parallelize without zero=3"
         )
     demanded = {x for versions in decisions.versions.values() for recipe in versions.values() for x, _ in recipe.demands}
+    demanded |= {x for x, _ in decisions.outputs}
     groups: dict[object, list[fx.Node]] = {}
     for node, unit in units(captured, facts).items():
         if node in demanded and node in held:

@@ -36,6 +36,7 @@ def parallelize(
     plan: Plan | str | Path | None = None,
     hardware: str | Path | None = None,
     memory: str | float = "auto",
+    tile: str | int = "auto",
 ) -> Any:
     """Make a model, a class of models or a function run sequence-parallel; call it exactly as before.
 
@@ -49,7 +50,8 @@ def parallelize(
         "ring" or "ring-a2a" (both hold the sequence in head-tail order), "balanced-ring", "halo"; for linear attention
         "all-scan", "log-step", "two-level", "gather-states", "all-to-all".
     outputs: "local" leaves outputs that carry the sequence as each rank's own part (the plan says which, and in which layout),
-        "gather" returns them whole, in order, on every rank.
+        "gather" returns them whole, in order, on every rank, "loss" returns scalars only: others are None, and logits need not
+        exist.
     grad_sync: "autosp" sums parameter gradients over sp and averages them over dp; "external" leaves averaging over
         all ranks to the user's DDP or FSDP.
     seq_dim: hint where inputs carry the sequence: a dimension, or {argument name: dimension}.
@@ -59,12 +61,15 @@ def parallelize(
     memory: what backward finds of each layer. "auto": whatever is fastest in the memory that a device has; bytes, or "40GB": in
         so much of it. For every layer alike, "none": everything, nothing is computed again; "attention": its input and its
         attention's output, so that backward repeats neither attention nor an exchange; "full": its input alone.
+    tile: which losses and feed-forward blocks are computed a tile of positions at a time, forward and backward, so that logits
+        and inner activations never exist whole. "auto": losses of more than 2^27 logits on a rank, in tiles of so many; a number:
+        all, in tiles of so many positions; "none": nothing.
 
     Raises, at the first call: CaptureError for a graph break, SequenceError for a sequence shorter than the ranks,
     MeshError for a mesh without an sp axis, PlanError for a plan of another model, HardwareError for an unknown machine; at
     any call DisagreementError when ranks disagree. StrategyError and AmountError at once for unknown options.
     """
-    settings = Settings(strategy, outputs, seq_dim, compiler, grad_sync)
+    settings = Settings(strategy, outputs, seq_dim, compiler, grad_sync, tile)
     planning = Planning(hardware, plan, *room(memory))
 
     def new_backend() -> Backend:

@@ -76,6 +76,7 @@ def plan(
     dtype: Annotated[str, typer.Option(help="of weights and activations: bfloat16, float16, float32 or float64")] = "bfloat16",
     memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "auto",
     strategy: Annotated[str | None, typer.Option(help=STRATEGIES + ": for all that it applies to")] = None,
+    outputs: Annotated[str, typer.Option(help="local, gather, or loss: scalars only, so that logits need not exist")] = "local",
     mesh: Annotated[str | None, typer.Option(help="such as dp=8,sp=64: the batch is that of one data-parallel group")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the plan, for `autosp.parallelize(plan=FILE)`")] = None,
     html_file: Annotated[
@@ -91,7 +92,9 @@ def plan(
     from autosp.plan_tables import console, print_plan
 
     with refusals():
-        asked = Question(model, positions(seq_len), mesh_of(mesh, ranks), hardware, per_node, batch, dtype, memory, strategy)
+        asked = Question(
+            model, positions(seq_len), mesh_of(mesh, ranks), hardware, per_node, batch, dtype, memory, strategy, outputs
+        )
         made = asked.answer()
         print_plan(made, console())
         if json_file is not None:

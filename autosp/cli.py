@@ -78,6 +78,7 @@ def plan(
     dtype: Annotated[str, typer.Option(help="of weights and activations: bfloat16, float16, float32 or float64")] = "bfloat16",
     memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "auto",
     strategy: Annotated[str | None, typer.Option(help=STRATEGIES + ": for all that it applies to")] = None,
+    outputs: Annotated[str, typer.Option(help="local, gather, or loss: scalars only, so that logits need not exist")] = "local",
     mesh: Annotated[str | None, typer.Option(help="such as dp=8,sp=64: the batch is that of one data-parallel group")] = None,
     zero: Annotated[int | None, typer.Option(help=ZERO_HELP)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the plan, for `autosp.parallelize(plan=FILE)`")] = None,
@@ -94,8 +95,8 @@ def plan(
     from autosp.plan_tables import console, print_plan
 
     with refusals():
-        where = mesh_of(mesh, ranks)
-        asked = Question(model, positions(seq_len), where, hardware, per_node, batch, dtype, memory, strategy, zero)
+        where, long = mesh_of(mesh, ranks), positions(seq_len)
+        asked = Question(model, long, where, hardware, per_node, batch, dtype, memory, strategy, outputs, zero)
         made = asked.answer()
         print_plan(made, console())
         if json_file is not None:

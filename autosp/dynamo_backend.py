@@ -190,10 +190,11 @@ def backend(
     plan: Plan | str | Path | None = None,
     hardware: str | Path | None = None,
     memory: str | float = "auto",
+    tile: str | int = "auto",
 ) -> Backend:
     """A backend for `torch.compile` with options; see `autosp.parallelize` for what they mean."""
     recognise.install()
-    settings = Settings(strategy, outputs, seq_dim, compiler, grad_sync)
+    settings = Settings(strategy, outputs, seq_dim, compiler, grad_sync, tile=tile)
     return Backend(mesh, settings, check_batch, Planning(hardware, plan, *room(memory)))
 
 

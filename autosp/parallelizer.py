@@ -39,6 +39,7 @@ def parallelize(
     hardware: str | Path | None = None,
     memory: str | float = "auto",
     zero: int | None = None,
+    tile: str | int = "auto",
 ) -> Any:
     """Make a model, a class of models or a function run sequence-parallel; call it exactly as before.
 
@@ -52,7 +53,8 @@ def parallelize(
         "ring" or "ring-a2a" (both hold the sequence in head-tail order), "balanced-ring", "halo"; for linear attention
         "all-scan", "log-step", "two-level", "gather-states", "all-to-all".
     outputs: "local" leaves outputs that carry the sequence as each rank's own part (the plan says which, and in which layout),
-        "gather" returns them whole, in order, on every rank.
+        "gather" returns them whole, in order, on every rank, "loss" returns scalars only: others are None, and logits need not
+        exist.
     grad_sync: "autosp" sums parameter gradients over sp and averages them over dp; "external" leaves averaging over
         all ranks to the user's DDP or FSDP.
     seq_dim: hint where inputs carry the sequence: a dimension, or {argument name: dimension}.
@@ -66,12 +68,15 @@ def parallelize(
         a layer at a time, forward and again backward, and gradients come in parts. Build the optimizer after this call. For
         modules only; MeshError without a process group, ShardError for a parameter that cannot be split, DisagreementError
         where ranks start from different weights, all at once.
+    tile: which losses and feed-forward blocks are computed a tile of positions at a time, forward and backward, so that logits
+        and inner activations never exist whole. "auto": losses of more than 2^27 logits on a rank, in tiles of so many; a number:
+        all, in tiles of so many positions; "none": nothing.
 
     Raises, at the first call: CaptureError for a graph break, SequenceError for a sequence shorter than the ranks,
     MeshError for a mesh without an sp axis, PlanError for a plan of another model, HardwareError for an unknown machine; at
     any call DisagreementError when ranks disagree. StrategyError and AmountError at once for unknown options.
     """
-    settings = Settings(strategy, outputs, seq_dim, compiler, grad_sync, zero)
+    settings = Settings(strategy, outputs, seq_dim, compiler, grad_sync, zero, tile)
     planning = Planning(hardware, plan, *room(memory))
     if zero and not isinstance(target, torch.nn.Module):
         raise ShardError("zero=3 splits the parameters of one module; fix: autosp.parallelize(module, mesh, zero=3)")

@@ -18,7 +18,7 @@ from .mask import Extra
 from .parts import Parts, again, find, gather, is_part, local_value
 from .place import Decisions
 from .placement import Placement, R, Replicate, Shard, V, Varying
-from .rules.base import OnRank, rerun
+from .rules.base import Builder, OnRank, rerun
 
 aten = torch.ops.aten
 BUCKET_BYTES = 32 << 20  # gradients reduced together: large enough for bandwidth, small enough to start early
@@ -198,7 +198,7 @@ def _emit(low: Lowering, decisions: Decisions, node: fx.Node, placement: Placeme
     low.current = node
     values = [low.env[demand] for demand in recipe.demands]
     before = len(low.graph.nodes)
-    out = _under_modes(low, node, lambda: recipe.emit(low, values))
+    out = under_modes(low, low.facts, node, lambda: recipe.emit(low, values))
     if (
         node in low.facts.no_grad
         and any(x in low.facts.differentiable for x, _ in recipe.demands)
@@ -212,14 +212,14 @@ def _emit(low: Lowering, decisions: Decisions, node: fx.Node, placement: Placeme
     return out
 
 
-def _under_modes(low: Lowering, node: fx.Node, emit: Callable[[], fx.Node]) -> fx.Node:
+def under_modes(b: Builder, facts: Facts, node: fx.Node, emit: Callable[[], fx.Node]) -> fx.Node:
     """Emit under the autocast state the node was recorded in, where it differs from the one around the graph."""
-    state = low.facts.autocast.get(node)
+    state = facts.autocast.get(node)
     if state is None:
         return emit()
-    entered = low.call(torch.amp.autocast_mode._enter_autocast, *state)
+    entered = b.call(torch.amp.autocast_mode._enter_autocast, *state)
     out = emit()
-    low.call(torch.amp.autocast_mode._exit_autocast, entered)
+    b.call(torch.amp.autocast_mode._exit_autocast, entered)
     return out
 
 

@@ -14,7 +14,7 @@ from ..cost_model.problem import Decide, Decision, Problem
 from ..kernels.errors import AutospError
 from ..kernels.layout import Layout, contiguous, head_tail
 from ..kernels.linear import TOKENS
-from . import choose, detect, facts, place, remat, workload
+from . import choose, detect, facts, place, remat, tile, wide, workload
 from .capture import Captured, capture, source_line
 from .count import collectives
 from .lower import Lowering, Spread, lower
@@ -48,11 +48,14 @@ class Settings:
     compiler: str = "inductor"
     grad_sync: str = "autosp"
     zero: int | None = None
+    tile: str | int = "auto"
 
     def __post_init__(self) -> None:
+        if self.tile not in ("auto", "none") and not (type(self.tile) is int and self.tile > 0):
+            raise StrategyError(f"tile={self.tile!r} is not known; choose 'auto', 'none' or a number of positions")
         for name, value, allowed in (
             ("strategy", self.strategy, (None, *choose.STRATEGIES)),
-            ("outputs", self.outputs, ("local", "gather")),
+            ("outputs", self.outputs, ("local", "gather", "loss")),
             ("compiler", self.compiler, ("inductor", "aot_eager")),
             ("grad_sync", self.grad_sync, ("autosp", "external")),
             ("zero", self.zero, (None, 3)),
@@ -87,6 +90,10 @@ def compile_graph(
 def compile_captured(captured: Captured, spread: Spread, settings: Settings, decide: Decide) -> Compiled:
     """A captured graph into this rank's local graph and the plan."""
     spread = replace(spread, zero=settings.zero is not None)
+    if settings.outputs == "loss":
+        _keep_scalars(captured)
+    if settings.tile != "none":
+        wide.hoist_slices(captured.module.graph)
     forced = LOWERINGS[settings.strategy].layout if settings.strategy in LOWERINGS else None
     made = _opened(captured, spread, settings, forced or contiguous, fixed=forced is not None)
     decision = decide(made.problem)
@@ -95,6 +102,8 @@ def compile_captured(captured: Captured, spread: Spread, settings: Settings, dec
         decision = decide(made.problem)
     known, types = made.facts, made.types
     sites = [choose.settle(site, choice, types) for site, choice in zip(made.sites, decision.choices, strict=True)]
+    for region, rows in made.tiled:
+        tile.settle(region, rows, known, types)
     remat.tag(captured.module.graph, decision.saves)
     decisions = place.decide(captured, known, types, settings.outputs == "gather")
     module, low = lower(captured, known, decisions, spread)
@@ -102,6 +111,17 @@ def compile_captured(captured: Captured, spread: Spread, settings: Settings, dec
     verify(module, captured, low, fake_mode)
     plan = _plan(captured, types, decisions, low, sites, made, settings, decision)
     return Compiled(module, captured, plan, tuple(low.extras), made.regions)
+
+
+def _keep_scalars(captured: Captured) -> None:
+    """Outputs of the model with dimensions become None, and what only they needed goes."""
+    result = captured.module.graph.output_node()
+    values, first = list(result.args[0]), len(captured.mutated)  # type: ignore[arg-type]
+    kept = [x if i < first or (isinstance(x, fx.Node) and not shape(x)) else None for i, x in enumerate(values)]
+    if not any(isinstance(x, fx.Node) for x in kept[first:]):
+        raise StrategyError("outputs='loss' keeps scalars only, and the model returns none; fix: outputs='local' or 'gather'")
+    result.args = (tuple(kept),)
+    captured.module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or facts.is_mode(n))
 
 
 _ARRANGED = {"contiguous": contiguous, "head-tail": head_tail}
@@ -117,6 +137,8 @@ class _Opened:
     refused: Mapping[fx.Node, str]
     sites: list[choose.Open]
     problem: Problem
+    tiled: list[tuple[tile.Wide, int]]
+    whole: Mapping[fx.Node, str]
 
 
 def _opened(
@@ -130,6 +152,7 @@ def _opened(
     regions, refused = detect.regions(captured, known, types)
     recurrent = recurrences(captured.module.graph, types)
     sites = [*(choose.attention(r, ctx) for r in regions), *(choose.recurrence(r, ctx) for r in recurrent)]
+    tiled, whole = wide.regions(captured, known, types, [*regions, *recurrent], settings.tile)
     trained, frozen = workload.parameter_bytes(known)
     parts = spread.world if spread.zero else 1
     data = [shape(n) for n, item in known.inputs.items() if item.kind == "data"]
@@ -137,7 +160,9 @@ def _opened(
         spread.ranks,
         _dtype(captured, sites),
         tuple(s.problem for s in sites),
-        workload.layers(captured, known, types, [*regions, *recurrent], settings.compiler),
+        workload.layers(
+            captured, known, types, [*regions, *recurrent], settings.compiler, {n for region, _ in tiled for n in region.nodes}
+        ),
         workload.exchanges(captured, known, types, spread.world, spread.zero),
         choose.layout_name(arrange) if fixed or not sites else None,
         settings.strategy,
@@ -148,7 +173,7 @@ def _opened(
         parts,
         max(workload.unit_bytes(captured, known), default=0.0) if parts > 1 else 0.0,
     )
-    return _Opened(known, types, regions, refused, sites, problem)
+    return _Opened(known, types, regions, refused, sites, problem, tiled, whole)
 
 
 def _dtype(captured: Captured, sites: Sequence[choose.Open]) -> str:
@@ -267,6 +292,7 @@ def _plan(
     notes = [f"{source_line(n)} was not taken as one attention: {why}" for n, why in made.refused.items()]
     if not layouts:
         notes.append("nothing could be split along a sequence: every rank computes everything")
+    notes += tile.notes(made.tiled, made.whole)
     names: list[str] = []
     for node, placement in decisions.outputs[len(captured.mutated) :]:
         names.append(f"{_shape_text(node)} {placement}")

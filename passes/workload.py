@@ -8,7 +8,7 @@ not linear read, unless that follows element by element from something it needs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -51,9 +51,18 @@ def units(captured: Captured, facts: Facts) -> dict[fx.Node, object]:
 
 
 def layers(
-    captured: Captured, facts: Facts, types: Types, sites: Iterable[Region | Recurrent], compiler: str
+    captured: Captured,
+    facts: Facts,
+    types: Types,
+    sites: Iterable[Region | Recurrent],
+    compiler: str,
+    tiled: Collection[fx.Node] = (),
 ) -> tuple[Layer, ...]:
-    """One for each part of the model, in order, with what one rank of `facts.ranks` does in it."""
+    """One for each part of the model, in order, with what one rank of `facts.ranks` does in it.
+
+    `tiled`: nodes that are computed by tiles, and once more in backward; what only they read is never whole.
+    """
+    hidden = {n for n in tiled if all(u in tiled for u in n.users)}
     inside = {n for site in sites if isinstance(site, Region) for n, _ in site.interior}
     inside |= {site.closing if isinstance(site, Region) else site.node for site in sites}
     flop: dict[str, float] = {}
@@ -74,12 +83,12 @@ def layers(
         product = product_flop(node)
         if node not in inside:
             share = 1.0 if not _split(types, node) else 1 / facts.ranks
-            flop[name] += product * share
-            if not product and not _is_view(node) and types.recipes[node].emit is not never:
+            flop[name] += product * share * (4 / 3 if node in tiled else 1)  # backward is priced as twice this
+            if not product and not is_view(node) and types.recipes[node].emit is not never:
                 read = sum(_local(types, facts, x) for x in operands(node) if x in facts.from_data)
                 traffic[name] += (read + _local(types, facts, node)) / fused
         for source in _needed(node, facts, kept, bool(product) or node in inside or node.target in _LOSSES):
-            if source not in kept and source not in inside:
+            if source not in kept and source not in inside and source not in hidden:
                 saved[name] += _local(types, facts, source) if node not in inside else 0.0
             kept.add(source)
             entering[name] = entering[name] or _local(types, facts, source)
@@ -93,14 +102,14 @@ def _needed(node: fx.Node, facts: Facts, kept: set[fx.Node], materialized: bool)
     if materialized:
         return [_behind_views(x) for x in data]
     packet = getattr(node.target, "overloadpacket", None)
-    if _is_view(node) or packet in _LINEAR or (packet in _BILINEAR and len(xs) < 2):
+    if is_view(node) or packet in _LINEAR or (packet in _BILINEAR and len(xs) < 2):
         return []
     return [source for x in data if not _follows(source := _behind(x, facts), facts, kept)]
 
 
 def _behind(node: fx.Node, facts: Facts) -> fx.Node:
     """What a value follows from element by element, where that is one value."""
-    while node.op == "call_function" and (_is_view(node) or _elementwise(node)):
+    while node.op == "call_function" and (is_view(node) or _elementwise(node)):
         xs = [x for x in operands(node) if x in facts.from_data and is_float(x)]
         if len(xs) != 1:
             break
@@ -217,7 +226,7 @@ def _local(types: Types, facts: Facts, node: fx.Node) -> float:
     return whole / facts.ranks if node in types.recipes and isinstance(types.of(node), Shard) else float(whole)
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or node.target in _FREE)
 
 
@@ -225,6 +234,6 @@ _FREE = {aten.reshape.default, aten.contiguous.default, aten.detach.default, ate
 
 
 def _behind_views(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and _is_view(node) and operands(node):
+    while node.op == "call_function" and is_view(node) and operands(node):
         node = operands(node)[0]
     return node

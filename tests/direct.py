@@ -46,11 +46,16 @@ def _write(buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 class Lowered:
-    """`module` under each of `strategies` in turn: set `strategy`, and `seed` where it draws, then call. One batch shape only."""
+    """`module` under each of `strategies` in turn: set `strategy`, and `seed` where it draws, then call. One batch shape only.
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, strategies: Sequence[str | None], decide: Decide = PLANNER) -> None:
+    `options` are those of `Settings`.
+    """
+
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, strategies: Sequence[str | None], decide: Decide = PLANNER, **options: Any
+    ) -> None:
         self.module, self.mesh, self.strategies, self.strategy = module, mesh, strategies, strategies[0]
-        self.seed, self.decide = 0, decide
+        self.seed, self.decide, self.options = 0, decide, options
         self.compiled: dict[str | None, Compiled] = {}
         recognise.install()
         recognise.prepare(module._call_impl)
@@ -67,7 +72,8 @@ class Lowered:
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         captured, spread = capture(gm, example_inputs), resolve(self.mesh, "autosp").spread
         for strategy in self.strategies:
-            self.compiled[strategy] = compile_captured(captured, spread, Settings(strategy, compiler="aot_eager"), self.decide)
+            settings = Settings(strategy, compiler="aot_eager", **self.options)
+            self.compiled[strategy] = compile_captured(captured, spread, settings, self.decide)
             module = self.compiled[strategy].module
             for node in module.graph.nodes:
                 if node.target is aten.copy_.default:  # the partitioner leaves a running statistic out of the gradient

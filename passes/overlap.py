@@ -2,7 +2,7 @@
 
 Exchanges keep their order, so ranks still meet in the same one. Between two of them first comes what the next one needs; what it
 does not need is computed while that one travels. So gradients of weights hide an exchange on the way to the layer before, and
-the rest of backward hides the reduction of a bucket of gradients.
+the rest of backward hides the reduction of a bucket of gradients. Parameters in parts are gathered one layer ahead.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
+from .parts import of_parameters
+
 
 def overlap(graph: fx.Graph, communicates: Callable[[object], bool]) -> None:
     """Put the nodes of a functional graph into such an order, in place. communicates: whether ranks wait for each other in an
@@ -20,9 +22,14 @@ def overlap(graph: fx.Graph, communicates: Callable[[object], bool]) -> None:
     body = [n for n in nodes if n.op not in ("placeholder", "output") and not _writes(n)]
     order = _Order(body)
     pending: list[fx.Node] = []
+    gathered: list[fx.Node] = []
     for node in body:
         pending.append(node)
         if communicates(node.target) or _draws(node):
+            if of_parameters(node):  # these could all start at once, and every layer's parameters would be whole together
+                for wait in gathered:
+                    order.place(wait)
+                gathered = [x for x in node.users if _waits(x)]
             order.place(node)
             pending = [n for n in pending if n not in order.placed]
             for other in pending:

@@ -101,6 +101,11 @@ def gather(low: Lowering, node: fx.Node) -> None:
         low.synced[(n, R)] = again(low.call(parts.share, x, spread.ranks)) if twice else x
 
 
+def of_parameters(node: fx.Node) -> bool:
+    """Whether a node, also of a graph that PyTorch's partitioner made, gathers parameters or computes from them alone."""
+    return node.meta.get("ac_graph_id") == AGAIN["ac_graph_id"]
+
+
 def again(node: fx.Node) -> fx.Node:
     node.meta.update(AGAIN)
     return node

@@ -33,8 +33,10 @@ from autosp.cost_model.plan import Plan
 from autosp.cost_model.planner import MemoryShort, Planner
 from autosp.cost_model.problem import Layer, Problem
 from autosp.errors import AutospError, ChangedParameterError, DisagreementError, MeshError, ShardError, StrategyError
+from autosp.inductor import communicates
 from autosp.kernels.parts import part, part_shape, split_dim
 from autosp.model_spec import ModelSpec
+from autosp.passes.overlap import overlap
 from autosp.plan_tables import total_rows
 from autosp.planning import room
 from pool import Pool
@@ -199,6 +201,31 @@ def test_a_layer_is_gathered_when_it_runs() -> None:
         names = [str(n.target) for n in traced.nodes(graph) if n.op == "call_function"]
         marks = "".join("g" if "all_gather" in n else "m" if "mm" in n else "" for n in names)
         assert re.search("gm{5,}gm{5,}", marks), marks
+
+
+class Stack(nn.Module):
+    """Layers in which no rank waits for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(VOCAB, 16), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def test_a_layer_is_gathered_while_the_one_before_runs_and_no_earlier() -> None:
+    traced = trace(Stack(), {"ids": torch.zeros(2, 48, dtype=torch.long)}, 2, zero=3)
+    for graph in traced.graphs:
+        overlap(graph.graph, communicates)
+        names = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
+        marks = "".join(
+            "g" if "all_gather" in n else "w" if "wait" in n else "m" if "addmm" in n or ".mm" in n else "" for n in names
+        )
+        assert "gg" not in marks and re.search("wgm+", marks), marks
 
 
 # Training.

@@ -239,7 +239,7 @@ def _solve(problem: Problem, layout: str, planner: Planner) -> _Solution | None:
     constant = _constant_bytes(problem)
     fastest = [[unit.ways[0]] * len(unit.members) for unit in units]
     picked, gap = fastest, 0.0
-    if _peak(constant, fastest) > planner.budget:
+    if units and _peak(constant, fastest) > planner.budget:
         solved = _integer(units, planner.budget - constant)
         picked, gap = solved if solved else ([[_smallest(u)] * len(u.members) for u in units], 0.0)
     seconds = sum(way.seconds for ways in picked for way in ways) + _elsewhere(problem, planner.hardware)

@@ -39,6 +39,7 @@ def tag(graph: fx.Graph, saves: Mapping[str, str]) -> None:
     the partitioner if the second has the larger number.
     """
     regions: dict[object, int] = {}
+    ours: list[fx.Node] = []
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -46,10 +47,14 @@ def tag(graph: fx.Graph, saves: Mapping[str, str]) -> None:
         if saves.get(name) == "attention output":
             node.meta[KEEPS] = True
         if own is None and name in saves:
+            ours.append(node)
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
             node.meta["ac_graph_id"] = regions.setdefault(name, len(regions) + 1)
         elif own is not None:
             node.meta["ac_graph_id"] = regions.setdefault(("checkpoint", own), len(regions) + 1)
+    for node in ours:
+        if any(user.op == "call_function" and "ac_graph_id" not in user.meta for user in node.users):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # else all of the last layer would run again for it
 
 
 def keep_output(made: Iterable[fx.Node]) -> None:

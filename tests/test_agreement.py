@@ -241,7 +241,7 @@ def test_a_sequence_shorter_than_the_ranks_is_refused(pool: Pool) -> None:
     ("options", "text"),
     [
         ({"strategy": "rings"}, "strategy='rings' is not known; choose from None, " + ", ".join(map(repr, STRATEGIES))),
-        ({"outputs": "whole"}, "outputs='whole' is not known; choose from 'local', 'gather'"),
+        ({"outputs": "whole"}, "outputs='whole' is not known; choose from 'local', 'gather', 'loss'"),
         ({"compiler": "eager"}, "compiler='eager' is not known; choose from 'inductor', 'aot_eager'"),
         ({"grad_sync": "ddp"}, "grad_sync='ddp' is not known; choose from 'autosp', 'external'"),
     ],

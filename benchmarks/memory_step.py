@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 4 benchmarks/memory_step.py --out memory_step.jsonl
 
-float32, one sequence, parameters of 4 layers, causal attention. "attention" keeps layer inputs and attention outputs, "full" layer
-inputs alone, "none" computes nothing again. Memory is the process's peak over the step, above what it holds before it.
+float32, one sequence, causal attention. "attention" keeps layers' inputs and attentions' outputs, "full" layers' inputs alone,
+"none" computes nothing again. Memory is the process's peak over the step, above what it holds before it.
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ def links_of(transfers: Mapping[str, Sequence[Transfer]], number: Callable[[floa
         else:
             (call, per_byte), error = fit([(1, t.sent) for t in found], seconds)
             message = min(links["p2p"].message.value, call / messages)
-            latency, split = call - message * messages, "one number of ranks: a message is taken to cost what a hop does, at most"
+            latency = max(0.0, call - message * messages)
+            split = "one number of ranks: a message is taken to cost what a hop does, at most"
         rate = 1 / per_byte if per_byte else max(t.sent / t.seconds for t in found)
         what = f"{said}; median error {error:.0%}; {split}"
         links[kind] = Link(number(latency, "s", what), number(message, "s", what), number(rate, "B/s", what))

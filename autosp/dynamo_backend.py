@@ -77,6 +77,8 @@ class Backend:
 
     def _example(self, compiled: Compiled, args: Sequence[Any]) -> Sequence[Any]:
         """Fixed sizes for what Dynamo has not seen: AOTAutograd would make them symbols."""
+        if self.zero is None:
+            return args
         mode = torch._guards.detect_fake_mode(list(args)) or torch._guards.TracingContext.get().fake_mode
         local = self.local(compiled, args)
         return [x if x is seen else mode.from_tensor(x, static_shapes=True) for x, seen in zip(local, args, strict=True)]

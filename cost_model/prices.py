@@ -94,6 +94,10 @@ Values = dict[sympy.Symbol, float]
 MASKED = 0.75  # of a kernel's rate, where a mask is made and applied for each block of rows (measured on a CPU: 0.7 to 0.8)
 
 
+# Of a `Price` and of its numbers: what is kept, by what backward finds of the layer (`problem.SAVES`).
+_KEPT = {"everything": "saved", "attention output": "output", "layer input": "always"}
+
+
 @dataclass(frozen=True)
 class Cost:
     """A row's numbers for sizes and a machine: seconds and bytes of forward and backward, as in `Pass` and `Price`."""
@@ -127,7 +131,7 @@ class Cost:
 
     def kept(self, save: str) -> float:
         """Bytes from forward to backward, by what backward finds of the layer (`problem.SAVES`)."""
-        return {"everything": self.saved, "attention output": self.output, "layer input": self.always}[save]
+        return float(getattr(self, _KEPT[save]))
 
     def again(self, save: str) -> float:
         """Seconds that backward takes to compute again what it does not find."""
@@ -178,8 +182,7 @@ def sent(strategy: str, sizes: Attention | LinearAttention) -> tuple[int, int]:
 def kept(strategy: str, sizes: Attention | LinearAttention, save: str) -> float:
     """`Cost.kept`: on any machine the same."""
     price = row(strategy, isinstance(sizes, LinearAttention))
-    held = {"everything": price.saved, "attention output": price.output, "layer input": price.always}[save]
-    return float(held.subs(counted(strategy, sizes)))
+    return float(getattr(price, _KEPT[save]).subs(counted(strategy, sizes)))
 
 
 def bound(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware, dtype: str) -> Values:

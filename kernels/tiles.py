@@ -118,11 +118,7 @@ def tiled(leaves: list[Tensor], name: str) -> list[Tensor]:
             types = [x.dtype for x in parts]
             whole = [_room(x, p.shape(x, along), along) for x, along in zip(parts, p.results, strict=True)]
         for x, along, part in zip(whole, p.results, parts, strict=True):
-            if along is None:
-                x += part
-            else:
-                to = along.part(x, p.tokens, start, stop)
-                to.copy_(part.reshape(to.shape))
+            _put(x, along, part, p.tokens, start, stop)
         del parts
     return [x.to(dtype) for x, dtype in zip(whole, types, strict=True)]
 
@@ -132,6 +128,15 @@ def _room(like: Tensor, shape: Sequence[int], along: Along | None) -> Tensor:
     if along is None:
         return torch.zeros(shape, dtype=summed_in(like), device=like.device)
     return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _put(whole: Tensor, along: Along | None, part: Tensor, tokens: int, start: int, stop: int) -> None:
+    """What one tile gives: added to a sum, else written in its place."""
+    if along is None:
+        whole += part
+    else:
+        to = along.part(whole, tokens, start, stop)
+        to.copy_(part.reshape(to.shape))
 
 
 @tiled.register_fake
@@ -155,12 +160,7 @@ def tiled_backward(grads: list[Tensor], leaves: list[Tensor], name: str) -> list
         ]
         found = _tile_gradients(p, taken, stop - start, upstream)
         for i, x, g in zip(p.differentiable, made, found, strict=True):
-            along = p.leaves[i]
-            if along is None:
-                x += g
-            else:
-                to = along.part(x, p.tokens, start, stop)
-                to.copy_(g.reshape(to.shape))
+            _put(x, p.leaves[i], g, p.tokens, start, stop)
         del found
     return [x.to(leaves[i].dtype) for i, x in zip(p.differentiable, made, strict=True)]
 

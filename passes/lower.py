@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -206,7 +207,7 @@ def _emit(low: Lowering, decisions: Decisions, node: fx.Node, placement: Placeme
     ):
         out = low.call(aten.detach.default, out) if isinstance(node.meta.get("val"), torch.Tensor) else out
     if remat.KEEPS in node.meta:
-        remat.keep_output(list(low.graph.nodes)[before:])
+        remat.keep_output(itertools.islice(reversed(low.graph.nodes), len(low.graph.nodes) - before))
     low.env[key] = out
     low.current = None
     return out

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.distributed.device_mesh import DeviceMesh
@@ -138,10 +139,11 @@ def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -
         seed = torch.zeros((), dtype=torch.int64, device=inputs[0].device)
         inputs.append(seed if isinstance(what, str) else what.example)
 
-    def eager(module: fx.GraphModule, _: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    def eager(module: fx.GraphModule, values: Sequence[Any], **options: Any) -> Any:
         overlap(module.graph, communicates)
         seen.append(_collectives(module))
-        return _eager(module)
+        _reshape(module)
+        return boxed_nop(module, list(values))  # which lets go of what forward kept as soon as it has been read
 
     def inductor(module: fx.GraphModule, values: Sequence[Any], **options: Any) -> Any:
         overlap(module.graph, communicates)
@@ -167,8 +169,8 @@ def _collectives(module: fx.GraphModule) -> str:
     return " ".join(str(n.target) for n in module.graph.nodes if communicates(n.target))
 
 
-def _eager(module: fx.GraphModule) -> Callable[..., Any]:
-    """Run the graph operator by operator.
+def _reshape(module: fx.GraphModule) -> None:
+    """In place of views, for a graph that is run operator by operator.
 
     A view in it relies on strides that torch's meta kernels predict, and a few predict other strides than the kernel
     gives (elu_backward on CPU, torch 2.13): reshape is the same where they agree and right where they do not.
@@ -176,8 +178,6 @@ def _eager(module: fx.GraphModule) -> Callable[..., Any]:
     for node in module.graph.nodes:
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
-    module.recompile()
-    return make_boxed_func(module.forward)
 
 
 def backend(

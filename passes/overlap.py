@@ -30,11 +30,10 @@ def overlap(graph: fx.Graph, communicates: Callable[[object], bool]) -> None:
                 for wait in gathered:
                     order.place(wait)
                 gathered = [x for x in node.users if _waits(x)]
+            if not any(_waits(x) for x in node.users):  # nothing travels beside it: what can end before it takes no memory
+                order.put_ready(pending)
             order.place(node)
-            pending = [n for n in pending if n not in order.placed]
-            for other in pending:
-                if order.ready(other):
-                    order.put(other)
+            order.put_ready(pending)
             pending = [n for n in pending if n not in order.placed]
     for node in pending:
         if not _waits(node):
@@ -64,8 +63,12 @@ class _Order:
         self.placed.add(node)
         self.sequence.append(node)
 
-    def ready(self, node: fx.Node) -> bool:
-        return not _waits(node) and all(x in self.placed or x not in self._position for x in node.all_input_nodes)
+    def put_ready(self, nodes: Iterable[fx.Node]) -> None:
+        """Of some nodes in order, those that no wait is missing for."""
+        for node in nodes:
+            inputs = node.all_input_nodes
+            if node not in self.placed and not _waits(node) and all(x in self.placed or x not in self._position for x in inputs):
+                self.put(node)
 
     def place(self, node: fx.Node) -> None:
         """With all that it needs and has no place yet, in the order in which that was."""

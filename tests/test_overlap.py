@@ -52,6 +52,16 @@ def test_a_wait_comes_with_what_needs_it_and_writes_come_last() -> None:
     assert names(graph) == ["x", "a", "b", "c", "got", "again", "written", "output"]
 
 
+def test_what_is_ready_runs_before_an_exchange_that_ends_when_it_is_called() -> None:
+    graph = graph_of(
+        ("x", None, ()), ("w", WORK, ("x", "x")), ("a", START, ("w",)), ("got", WAIT, ("a",)), ("gradient", WORK, ("w", "x")),
+        ("waits", WORK, ("got", "x")), ("blocks", torch.ops.asp.block_attention.default, ("x",)),
+        ("late", WORK, ("x", "x")), ("", None, ("gradient", "waits", "blocks", "late")),
+    )  # fmt: skip
+    overlap(graph, communicates)
+    assert names(graph) == ["x", "w", "a", "gradient", "blocks", "got", "waits", "late", "output"]
+
+
 def between(found: Traced, which: int) -> list[int]:
     """Of each exchange, how many products and attentions stand between its start and its wait."""
     nodes = found.nodes(which)

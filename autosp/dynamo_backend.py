@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.distributed.device_mesh import DeviceMesh
 
 from .cost_model.plan import Plan
-from .inductor import communicates, settings
+from .inductor import Partition, communicates, settings
 from .kernels import agree
 from .mesh import World, resolve
 from .passes import recognise
@@ -158,9 +157,8 @@ def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -
         if compiler == "inductor":
             run = compile_fx(compiled.module, inputs, inner_compile=inductor, config_patches=settings())
         else:
-            partition = min_cut_rematerialization_partition
             run = aot_module_simplified(
-                compiled.module, inputs, eager, eager, partition, inference_compiler=eager, keep_inference_input_mutations=True
+                compiled.module, inputs, eager, eager, Partition(), inference_compiler=eager, keep_inference_input_mutations=True
             )
     return run, "; ".join(seen)
 

@@ -7,19 +7,26 @@ without the fault finds nothing left to rename.
 
 Inductor keeps the order of collectives that it knows, and moves our own operators freely. What it fuses differs from rank to
 rank (the first has nothing before it), so ranks would come to run one halo before and one after a reduce-scatter, and wait for
-each other. `KeepOrder` makes each operator that communicates wait for the one before.
+each other. `KeepOrder` makes each operator that communicates, or starts a copy to or from the host, wait for the one before.
+
+`Partition` stands in PyTorch's partitioner's place, with Inductor and without, and calls it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.scheduler import BaseSchedulerNode, SchedulerNode
 from torch.utils._ordered_set import OrderedSet
+
+from .passes import host
 
 try:
     from torch._inductor.custom_graph_pass import CustomSchedulerPass
@@ -39,7 +46,7 @@ class KeepOrder(CustomSchedulerPass):
         return nodes
 
     def uuid(self) -> str:
-        return "autosp: keep order 2"  # part of Inductor's cache key: code that was compiled without it is not taken
+        return "autosp: keep order 3"  # part of Inductor's cache key: code that was compiled without it is not taken
 
 
 # Operators in which ranks wait for each other, by the start of their names.
@@ -51,7 +58,8 @@ def communicates(operator: object) -> bool:
 
 
 def _chain(nodes: list[BaseSchedulerNode]) -> None:
-    talking = [n for n in nodes if communicates(getattr(n.node, "op_overload", None))]
+    ordered = [(n, getattr(n.node, "op_overload", None)) for n in nodes]
+    talking = [n for n, op in ordered if communicates(op) or op in host.STARTS]
     for before, after in itertools.pairwise(talking):
         mine = next(iter(after.get_buffer_names()))
         for buffer in before.get_buffer_names():
@@ -71,6 +79,19 @@ def _keep_order(node: SchedulerNode) -> Callable[..., None]:
     return run
 
 
+class Partition(CustomPartitionerFn):
+    """PyTorch's partitioner; what backward is to find in the host's memory is then copied there."""
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+        host.to_host(forward, backward, options["num_fwd_outputs"])
+        return forward, backward
+
+    def uuid(self) -> str:
+        return "autosp: host copies 1"
+
+
 def settings() -> dict[str, Any]:
-    """`config_patches` for `compile_fx`: nothing where this torch has no such hook."""
-    return {"_pre_fusion_custom_pass": KeepOrder()} if hasattr(torch._inductor.config, "_pre_fusion_custom_pass") else {}
+    """`config_patches` for `compile_fx`: without `KeepOrder` where this torch has no such hook."""
+    order = {"_pre_fusion_custom_pass": KeepOrder()} if hasattr(torch._inductor.config, "_pre_fusion_custom_pass") else {}
+    return {"custom_partitioner_fn": Partition(), **order}

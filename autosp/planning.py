@@ -14,7 +14,8 @@ from .cost_model.planner import Follow, Planner
 from .cost_model.problem import SAVES, Decide
 
 # What backward may find of a layer, by the word for it: whatever is fastest and fits, or the same of every layer.
-MEMORY = {"auto": SAVES, "none": SAVES[:1], "attention": SAVES[1:2], "full": SAVES[2:]}
+WORDS = ("none", "attention", "full", "offload-attention", "offload")
+MEMORY = {"auto": SAVES, **{word: (save,) for word, save in zip(WORDS, SAVES, strict=True)}}
 
 
 def room(memory: str | float) -> tuple[float | None, tuple[str, ...]]:

@@ -76,7 +76,7 @@ _UNITS = (
     ("step_s", "step", "s"), ("compute_s", "computing", "s"), ("exposed_s", "waiting for other ranks", "s"),
     ("tokens_per_s_per_device", "tokens/s a device", ""), ("efficiency", "efficiency", ""), ("peak_bytes", "peak memory", "B"),
     ("parameter_bytes", "parameters, gradients, optimizer", "B"), ("activation_bytes", "kept for backward", "B"),
-    ("budget_bytes", "memory there is", "B"),
+    ("budget_bytes", "memory there is", "B"), ("host_bytes", "kept in the host's memory", "B"),
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ PREFIXES = {"": 0, "n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "
 TABLE_KEYS = {"peak": DTYPES, "efficiency": KERNELS, "launch": KERNELS}
 UNITS = {  # by the first or the last part of a number's name
     "memory": "B", "bandwidth": "B/s", "overlap": "share", "peak": "FLOP/s", "efficiency": "share", "launch": "s",
-    "latency": "s", "message": "s", "alone": "times",
+    "latency": "s", "message": "s", "alone": "times", "host": "B/s",
 }  # fmt: skip
 
 
@@ -46,6 +46,7 @@ class Number:
 
 
 OWN = Number(1.0, "times", "every rank has a device of its own")
+_SINGLE = ("memory", "bandwidth", "overlap", "alone", "host")  # numbers in no table of a file
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class Hardware:
     memory: bytes a device; bandwidth: of its memory, bytes/s that a pointwise kernel reads and writes; peak: FLOP/s by dtype;
     efficiency: what share of it a kernel reaches; launch: seconds a call of a kernel takes beside its work; overlap: the share of
     a transfer that costs nothing while a kernel runs. levels: nearest ranks first. alone: how many times as fast a rank computes
-    while all others wait, where several share a core.
+    while all others wait, where several share a core. host: bytes/s that each device copies to the host's memory, or back, while
+    all of a node do; None: its memory is the host's.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Hardware:
     overlap: Number
     levels: tuple[Level, ...]
     alone: Number = OWN
+    host: Number | None = None
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -136,7 +139,7 @@ class Hardware:
 
     def numbers(self) -> Iterator[tuple[str, Number]]:
         """Every number with its place in the file: ("peak.bfloat16", ..), ("node.p2p.latency", ..)."""
-        yield from ((key, getattr(self, key)) for key in ("memory", "bandwidth", "overlap", "alone"))
+        yield from ((key, n) for key in _SINGLE if (n := getattr(self, key)) is not None)
         for key in TABLE_KEYS:
             yield from ((f"{key}.{k}", n) for k, n in getattr(self, key).items())
         for level in self.levels:
@@ -212,6 +215,7 @@ def from_dict(raw: Mapping[str, Any], name: str) -> Hardware:
         overlap=one("overlap"),
         levels=tuple(_level(row, name) for row in raw["levels"]),
         alone=one("alone") if "alone" in raw else OWN,
+        host=one("host") if "host" in raw else None,
     )
 
 
@@ -257,7 +261,7 @@ def to_toml(hardware: Hardware) -> str:
         return f"{{ value = {n.value:.9g}, unit = {text(n.unit)}, source = {text(n.source)} }}"
 
     lines = [f"name = {text(hardware.name)}", f"description = {text(hardware.description)}"]
-    lines += [f"{key} = {number(getattr(hardware, key))}" for key in ("memory", "bandwidth", "overlap", "alone")]
+    lines += [f"{key} = {number(n)}" for key in _SINGLE if (n := getattr(hardware, key)) is not None]
     for key in TABLE_KEYS:
         lines += ["", f"[{key}]", *(f"{k} = {number(n)}" for k, n in getattr(hardware, key).items())]
     for level in hardware.levels:

@@ -43,7 +43,8 @@ class Totals:
     time one device would take for 1/P of the work, alone, as a share of that. Bytes a device: `peak_bytes`, of which
     `parameter_bytes` (parameters, gradients and Adam's two moments) and `activation_bytes` (kept from forward for backward).
 
-    gap: how much shorter another plan's step could at most be, as a share; 0: none is.
+    gap: how much shorter another plan's step could at most be, as a share; 0: none is. host_bytes: kept for backward in the
+    host's memory, by each device.
     """
 
     step_s: float
@@ -56,6 +57,7 @@ class Totals:
     exposed_s: float
     budget_bytes: float
     gap: float = 0.0
+    host_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

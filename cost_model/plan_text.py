@@ -120,11 +120,12 @@ def summary(totals: Totals, ranks: int) -> str:
     tokens = totals.tokens_per_s_per_device
     speed = f"{tokens:,.0f}" if tokens >= 1000 else f"{tokens:.4g}"
     gap = f"; no plan is more than {totals.gap:.1%} faster" if totals.gap else ""
+    host = f", {shown(totals.host_bytes, 'B')} in the host's memory" if totals.host_bytes else ""
     return (
         f"{shown(totals.step_s, 's')}, {shown(totals.exposed_s, 's')} of it waiting for other ranks; "
         f"{speed} tokens/s a device, efficiency {totals.efficiency:.0%}"
         f"{f' of a device alone with 1/{ranks} of the work' if ranks > 1 else ''}; "
-        f"{shown(totals.peak_bytes, 'B')} of {shown(totals.budget_bytes, 'B')}{gap}"
+        f"{shown(totals.peak_bytes, 'B')} of {shown(totals.budget_bytes, 'B')}{host}{gap}"
     )
 
 

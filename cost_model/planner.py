@@ -17,7 +17,20 @@ from .errors import PlanningError
 from .hardware import Hardware
 from .plan import Plan, PlanError, Seconds, Totals
 from .prices import Cost, cost
-from .problem import LAYOUTS, SAVES, Candidate, Choice, Decision, Exchange, Layer, Problem, Refused, SiteProblem, Sizes
+from .problem import (
+    LAYOUTS,
+    SAVES,
+    Candidate,
+    Choice,
+    Decision,
+    Exchange,
+    Layer,
+    Problem,
+    Refused,
+    SiteProblem,
+    Sizes,
+    on_host,
+)
 from .states import LinearAttention
 from .work import messages
 
@@ -41,6 +54,12 @@ class Planner:
     @property
     def budget(self) -> float:
         return (self.hardware.memory.value if self.memory is None else self.memory) * (1 - WORKSPACE)
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """`saves`; those on the host only where the machine has a link to it, or nothing else was asked for."""
+        device = tuple(s for s in self.saves if not on_host(s))
+        return self.saves if self.hardware.host is not None or not device else device
 
     def __call__(self, problem: Problem) -> Decision:
         """The plan of least time. Raises HardwareError for a number the machine's table lacks, MemoryShort as said above."""
@@ -116,6 +135,7 @@ class _Way:
     seconds: float
     kept: float  # bytes from forward to backward
     held: float  # bytes beside them while it runs
+    hosted: float = 0.0  # bytes in the host's memory meanwhile
 
 
 @dataclass(frozen=True)
@@ -181,12 +201,14 @@ def _ways(problem: Problem, layer: Layer, sites: Sequence[SiteProblem], layout: 
         ]
         once = sum(c.seconds for c in costs) + (1 + BACKWARD) * forward
         held = max((c.held for c in costs), default=0.0)
-        for save in allowed(layer, planner.saves):
+        for save in allowed(layer, planner.offered):
             again = 0.0 if save == "everything" else forward + sum(c.again(save) for c in costs)
             kept = kept_bytes(save, layer) + sum(c.kept(save) for c in costs)
-            # One layer at a time is computed again.
+            # One layer at a time is computed again; what the next one finds on the host arrives meanwhile.
             more = 0.0 if save == "everything" else layer.saved + sum(c.saved for c in costs)
-            found.append(_Way(picks, save, once + again, kept, held + more))
+            hosted = hosted_bytes(save, layer, costs)
+            copies = sum(copy_seconds(save, layer, costs, hardware, problem.dtype))
+            found.append(_Way(picks, save, once + again + copies, kept, held + more + hosted, hosted))
     return tuple(_undominated(found))
 
 
@@ -199,8 +221,25 @@ def allowed(layer: Layer, saves: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def kept_bytes(save: str, layer: Layer) -> float:
-    """Bytes from a layer's forward to its backward, without what its sites keep."""
-    return layer.saved if save == "everything" else layer.entering
+    """Bytes on a device from a layer's forward to its backward, without what its sites keep."""
+    return layer.saved if save == "everything" else 0.0 if on_host(save) else layer.entering
+
+
+def hosted_bytes(save: str, layer: Layer, costs: Sequence[Cost]) -> float:
+    """Bytes in the host's memory from a layer's forward to its backward."""
+    return layer.entering + sum(c.hosted(save) for c in costs) if on_host(save) else 0.0
+
+
+def copy_seconds(save: str, layer: Layer, costs: Sequence[Cost], hardware: Hardware, dtype: str) -> tuple[float, float]:
+    """What copies to the host and back take beside the layer, forward and backward: what of them its own work does not hide, as
+    the layer that they hide behind is taken to be like it. Without a link, two passes through memory, which nothing hides."""
+    moved = hosted_bytes(save, layer, costs)
+    if hardware.host is None:
+        return 2 * moved / hardware.bandwidth.value, 2 * moved / hardware.bandwidth.value
+    once, forward = moved / hardware.host.value, layer_seconds(layer, hardware, dtype)
+    ahead = forward + sum(c.forward[0] + c.forward[2] for c in costs)
+    back = (1 + BACKWARD) * forward + sum(c.backward[0] + c.backward[2] + c.again(save) for c in costs)
+    return max(0.0, once - ahead), max(0.0, once - back)
 
 
 def _undominated(ways: Sequence[_Way]) -> list[_Way]:
@@ -337,7 +376,8 @@ def _totals(problem: Problem, best: _Solution, planner: Planner) -> Totals:
     exposed = sum(c.exposed for c in costs) + _elsewhere(problem, hardware)
     kept = sum(way.kept for *_, way in best.ways)
     speed = problem.tokens / problem.ranks / step
-    return Totals(step, speed, alone / step, best.peak, constant, kept, step - exposed, exposed, planner.budget, best.gap)
+    hosted = sum(way.hosted for *_, way in best.ways)
+    return Totals(step, speed, alone / step, best.peak, constant, kept, step - exposed, exposed, planner.budget, best.gap, hosted)
 
 
 def _cost_of(problem: Problem, site: int, pick: int, layout: str, planner: Planner) -> Cost:

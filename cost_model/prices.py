@@ -94,8 +94,11 @@ Values = dict[sympy.Symbol, float]
 MASKED = 0.75  # of a kernel's rate, where a mask is made and applied for each block of rows (measured on a CPU: 0.7 to 0.8)
 
 
-# Of a `Price` and of its numbers: what is kept, by what backward finds of the layer (`problem.SAVES`).
-_KEPT = {"everything": "saved", "attention output": "output", "layer input": "always"}
+# Of a `Price` and of its numbers: what a device keeps, by what backward finds of the layer (`problem.SAVES`).
+_KEPT = {
+    "everything": "saved", "attention output": "output", "layer input": "always",
+    "attention output on host": "always", "layer input on host": "always",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -133,13 +136,17 @@ class Cost:
         """Bytes from forward to backward, by what backward finds of the layer (`problem.SAVES`)."""
         return float(getattr(self, _KEPT[save]))
 
+    def hosted(self, save: str) -> float:
+        """Bytes that are in the host's memory meanwhile."""
+        return self.kept(save.removesuffix(" on host")) - self.kept(save)
+
     def again(self, save: str) -> float:
         """Seconds that backward takes to compute again what it does not find."""
         if save == "everything":
             return 0.0
         if self.linear:
             return self.forward[0]
-        return self.forward[0] + self.forward[2] if save == "layer input" else 0.0
+        return self.forward[0] + self.forward[2] if save.startswith("layer input") else 0.0
 
     @property
     def sent(self) -> tuple[int, int]:

@@ -13,8 +13,12 @@ from .volumes import Attention
 
 LAYOUTS = ("contiguous", "head-tail")
 # What backward finds of a layer: all it needs; the results of its attention, whose exchange and work it then need not repeat;
-# only the layer's input.
-SAVES = ("everything", "attention output", "layer input")
+# only the layer's input. The last two wait in the host's memory, where the layer's input and what attention keeps can.
+SAVES = ("everything", "attention output", "layer input", "attention output on host", "layer input on host")
+
+
+def on_host(save: str) -> bool:
+    return save.endswith(" on host")
 
 
 @dataclass(frozen=True)
@@ -128,5 +132,5 @@ def sizes_of(row: Mapping[str, Any]) -> Sizes | None:
 
 __all__ = [
     "LAYOUTS", "SAVES", "Beside", "Candidate", "Choice", "Decide", "Decision", "Exchange", "Layer", "Problem", "Refused",
-    "SiteProblem", "Sizes", "as_row", "sizes_of",
+    "SiteProblem", "Sizes", "as_row", "on_host", "sizes_of",
 ]  # fmt: skip

@@ -16,9 +16,9 @@ from .hardware import Hardware
 from .linear_programs import linear_ops
 from .messages import Ops
 from .plan import Beside, Exchange, Layer, Plan, PlanError, Totals
-from .planner import BACKWARD, exchange_seconds, layer_seconds
+from .planner import BACKWARD, copy_seconds, exchange_seconds, layer_seconds
 from .prices import Cost, cost
-from .problem import Decision, Problem, Sizes
+from .problem import Decision, Problem, Sizes, on_host
 from .programs import attention_ops
 from .retold import sizes
 from .simulator import Event, Op, Timeline, simulate
@@ -125,11 +125,10 @@ def step(
     layers = {layer.name: layer for layer in beside.layers}
     names = [*layers, *dict.fromkeys(s.layer for s in sites if s.layer not in layers)]
     inside = {name: [s for s in sites if s.layer == name] for name in names}
-    for name in names:
-        _layer(clock, layers.get(name, Layer(name)), inside[name], beside.dtype)
-    for name in reversed(names):
-        found = (saves or {}).get(name, "everything")
-        _layer(clock, layers.get(name, Layer(name)), inside[name], beside.dtype, found)
+    for back, order in ((False, names), (True, names[::-1])):
+        for name in order:
+            found = (saves or {}).get(name, "everything")
+            _layer(clock, layers.get(name, Layer(name)), inside[name], beside.dtype, found, back)
     for each in beside.exchanges:
         clock.run("", ("exchange", each), lambda each=each: _exchanged(each, ranks, beside.data_parallel, hardware))  # type: ignore[misc]
     return Step(ranks, tuple(clock.parts))
@@ -143,12 +142,16 @@ def in_words(found: Step, totals: Totals | None) -> str:
     return f"a step takes {shown(found.makespan, 's')} as simulated{planned}; ranks compute for {busy} of it"
 
 
-def _layer(clock: _Clock, layer: Layer, sites: Sequence[StepSite], dtype: str, found: str | None = None) -> None:
+def _layer(clock: _Clock, layer: Layer, sites: Sequence[StepSite], dtype: str, found: str, back: bool) -> None:
     """Forward; or backward, which first computes again what it does not find. What lies between sites is taken to be as much
     before as after each."""
-    forward, back = layer_seconds(layer, clock.hardware, dtype), found is not None
-    if found not in (None, "everything"):
-        repeated = [s for s in sites if found == "layer input" or isinstance(s.sizes, LinearAttention)]
+    forward = layer_seconds(layer, clock.hardware, dtype)
+    if on_host(found):
+        costs = [cost(s.strategy, s.sizes, clock.hardware, dtype) for s in sites]
+        copies = copy_seconds(found, layer, costs, clock.hardware, dtype)[back]
+        clock.compute(layer.name, f"{'backward' if back else 'forward'}: rest of copies {'from' if back else 'to'} the host", copies)
+    if back and found != "everything":
+        repeated = [s for s in sites if found.startswith("layer input") or isinstance(s.sizes, LinearAttention)]
         _passed(clock, layer, repeated, dtype, False, forward, " again")
     _passed(clock, layer, sites[::-1] if back else sites, dtype, back, forward * BACKWARD if back else forward, "")
 

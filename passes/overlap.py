@@ -2,7 +2,8 @@
 
 Exchanges keep their order, so ranks still meet in the same one. Between two of them first comes what the next one needs; what it
 does not need is computed while that one travels. So gradients of weights hide an exchange on the way to the layer before, and
-the rest of backward hides the reduction of a bucket of gradients. Parameters in parts are gathered one layer ahead.
+the rest of backward hides the reduction of a bucket of gradients. Parameters in parts are gathered one layer ahead. Copies to and
+from the host start where `host.to_host` puts them, and keep their place among exchanges.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
+from . import host
 from .parts import of_parameters
 
 
@@ -25,7 +27,7 @@ def overlap(graph: fx.Graph, communicates: Callable[[object], bool]) -> None:
     gathered: list[fx.Node] = []
     for node in body:
         pending.append(node)
-        if communicates(node.target) or _draws(node):
+        if communicates(node.target) or _draws(node) or host.starts(node):
             if of_parameters(node):  # these could all start at once, and every layer's parameters would be whole together
                 for wait in gathered:
                     order.place(wait)

@@ -104,7 +104,7 @@ def compile_captured(captured: Captured, spread: Spread, settings: Settings, dec
     sites = [choose.settle(site, choice, types) for site, choice in zip(made.sites, decision.choices, strict=True)]
     for region, rows in made.tiled:
         tile.settle(region, rows, known, types)
-    remat.tag(captured.module.graph, decision.saves)
+    remat.tag(captured.module.graph, decision.saves, known.from_data & known.differentiable)
     decisions = place.decide(captured, known, types, settings.outputs == "gather")
     module, low = lower(captured, known, decisions, spread)
     fake_mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in captured.module.graph.nodes if n.op == "placeholder"])

@@ -3,22 +3,25 @@
 A layer that is computed again is a region: its nodes prefer to be recomputed, and what leaves it for the next region is saved.
 Where its attention's output is kept, what came from other ranks and from its attention's kernel must be saved, so backward
 repeats neither (DistFlashAttn, arXiv 2310.03294, section 3.3). Values that are gathered whole are gathered again: they are as
-long as the sequence.
+long as the sequence. What a layer is to find in the host's memory is marked (`host.mark`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ..cost_model.problem import on_host
 from ..kernels import attend, blocks, comm  # noqa: F401  registers the operators
+from . import host
 from .detect import SDPA
+from .relation import operands
 from .workload import layer_of
 
-KEEPS = "keeps_output"  # in the meta of global nodes of a layer whose attention's output is kept
+KEEPS = "keeps_output"  # in the meta of global nodes of a layer whose attention's output is kept: "", or the layer if on the host
 _REPEATED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 _SAVED = (
     comm.to_heads,
@@ -32,8 +35,10 @@ _SAVED = (
 )
 
 
-def tag(graph: fx.Graph, saves: Mapping[str, str]) -> None:
+def tag(graph: fx.Graph, saves: Mapping[str, str], moving: Collection[fx.Node]) -> None:
     """Tag the nodes of layers by what backward finds of each (`problem.SAVES`; a layer not named: everything).
+
+    moving: values that a batch and a gradient go through; of what enters a layer, these may wait in the host's memory.
 
     What the model itself checkpoints keeps its tags. Regions are numbered anew, in order: a value between two of them is saved by
     the partitioner if the second has the larger number.
@@ -44,8 +49,13 @@ def tag(graph: fx.Graph, saves: Mapping[str, str]) -> None:
         if node.op != "call_function":
             continue
         name, own = layer_of(node), node.meta.get("ac_graph_id")
-        if saves.get(name) == "attention output":
-            node.meta[KEEPS] = True
+        save = saves.get(name, "everything")
+        if save.startswith("attention output"):
+            node.meta[KEEPS] = name if on_host(save) else ""
+        if on_host(save):
+            for x in operands(node):
+                if x in moving and x.op == "call_function" and layer_of(x) != name:
+                    host.mark(x, name)
         if own is None and name in saves:
             ours.append(node)
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
@@ -57,11 +67,14 @@ def tag(graph: fx.Graph, saves: Mapping[str, str]) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # else all of the last layer would run again for it
 
 
-def keep_output(made: Iterable[fx.Node]) -> None:
-    """Of the local nodes that a node of such a layer became: what was exchanged and what attention gave must be saved."""
+def keep_output(made: Iterable[fx.Node], layer: str) -> None:
+    """Of the local nodes that a node of such a layer became: what was exchanged and what attention gave must be saved; in the
+    host's memory if a layer is given."""
     for node in made:
         if node.target in _SAVED and "recompute" in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            if layer:
+                host.mark(node, layer)
 
 
 def repeated(node: fx.Node) -> bool:

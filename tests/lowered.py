@@ -11,9 +11,9 @@ import torch
 from direct import PLANNER
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from autosp.cost_model.problem import Decide
+from autosp.inductor import Partition
 from autosp.kernels import blocks, comm
 from autosp.kernels.parts import part_of
 from autosp.parallelizer import tracing
@@ -98,11 +98,10 @@ def trace(
                 traced.graphs.append(graph)
                 return make_boxed_func(graph.forward)
 
-            partition = min_cut_rematerialization_partition
             if options.get("zero"):
                 example_inputs = [_part(x, ranks, rank) if isinstance(x, nn.Parameter) else x for x in example_inputs]
             with fx.traceback.preserve_node_meta(), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-                aot_module_simplified(traced.compiled.module, example_inputs, keep, keep, partition, inference_compiler=keep)
+                aot_module_simplified(traced.compiled.module, example_inputs, keep, keep, Partition(), inference_compiler=keep)
         raise _Stop
 
     recognise.install()

@@ -20,7 +20,7 @@ from autosp.tables import shown
 GPUS = ("a100-40", "a100-80", "b200", "h100", "h200", "l40s", "mi300x")
 UNIT_OF = {
     "memory": "B", "bandwidth": "B/s", "overlap": "share", "peak": "FLOP/s", "efficiency": "share", "launch": "s",
-    "latency": "s", "message": "s", "alone": "times",
+    "latency": "s", "message": "s", "alone": "times", "host": "B/s",
 }  # fmt: skip
 
 

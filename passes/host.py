@@ -1,0 +1,130 @@
+"""What backward finds in the host's memory: in the graphs that PyTorch's partitioner made, copies of marked values.
+
+Forward returns a copy in place of each marked value that it keeps for backward, and backward starts with copying it to the device.
+The values of a layer are a group: a group's copies start when those of the group before it are waited for. So backward fetches
+what the next layer needs while it is in this one, and two groups at most are on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from ..kernels import host  # noqa: F401  registers the operators
+
+MARK = "autosp: found on the host by"  # in meta["custom"], which AOTAutograd hands on
+STARTS = (torch.ops.asp.offload.default, torch.ops.asp.reload.default)
+
+
+def mark(node: fx.Node, layer: str) -> None:
+    """If a value is kept for backward, keep it in the host's memory, for a layer (the last of several that need it)."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: layer}
+
+
+def starts(node: fx.Node) -> bool:
+    """Whether a node starts a copy to or from the host."""
+    return node.target in STARTS
+
+
+def to_host(forward: fx.GraphModule, backward: fx.GraphModule, returned: int) -> None:
+    """Put copies into a partitioned graph, in place. returned: how many of forward's outputs the user has."""
+    result = forward.graph.output_node()
+    values = list(result.args[0])  # type: ignore[arg-type]
+    there = set(values[returned:]) - set(values[:returned])
+    found = {n.name: n for n in backward.graph.nodes if n.op == "placeholder" and n.users}
+    kept = [n for n in forward.graph.nodes if n in there and n.name in found and _moves(n)]
+    if not kept:
+        return
+    copies = _offload(forward.graph, kept)
+    result.args = (tuple([*values[:returned], *(copies.get(n, n) for n in values[returned:])]),)
+    _reload(backward.graph, [(found[n.name], copies[n]) for n in kept])
+    for module in (forward, backward):
+        module.graph.lint()
+        module.recompile()
+
+
+def _moves(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    marked = node.op == "call_function" and MARK in (node.meta.get("custom") or {})
+    return marked and isinstance(value, torch.Tensor) and value.is_floating_point() and _dense(value)
+
+
+def _dense(x: torch.Tensor) -> bool:
+    """Without gaps and overlaps: a copy with x's strides is no larger."""
+    compact = zip(x.shape, x.stride(), torch.empty_like(x).stride(), strict=True)
+    return all(stride == dense or size == 1 for size, stride, dense in compact)
+
+
+def _layer(node: fx.Node) -> str:
+    return str(node.meta["custom"][MARK])
+
+
+def _offload(graph: fx.Graph, kept: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Each value's copy, waited for before the first of another layer starts, or at the end."""
+    copies: dict[fx.Node, fx.Node] = {}
+    after: list[fx.Node] = []
+    under_way: list[tuple[fx.Node, fx.Node]] = []
+    layer = ""
+
+    def wait() -> list[fx.Node]:
+        copies.update({x: _call(graph, torch.ops.asp.wait_copy.default, copy, x) for x, copy in under_way})
+        done = [copies[x] for x, _ in under_way]
+        under_way.clear()
+        return done
+
+    for x in kept:
+        with graph.inserting_after(x):
+            start = _call(graph, torch.ops.asp.offload.default, x, [])
+        if under_way and _layer(x) != layer:
+            with graph.inserting_before(start):
+                after = wait()
+        start.args = (x, after)
+        layer = _layer(x)
+        under_way.append((x, start))
+    with graph.inserting_before(graph.output_node()):
+        wait()
+    return copies
+
+
+def _reload(graph: fx.Graph, kept: Iterable[tuple[fx.Node, fx.Node]]) -> None:
+    """kept: placeholders, each with the host copy that it now is. Each layer's values come back one layer before they are read."""
+    position = {n: i for i, n in enumerate(graph.nodes)}
+    layers: dict[str, list[fx.Node]] = {}
+    device = {}
+    first: dict[str, fx.Node] = {}
+    for x, copy in kept:
+        device[x] = x.meta["val"].device
+        layer = _layer(x)
+        layers.setdefault(layer, []).append(x)
+        reader = min(x.users, key=position.__getitem__)
+        first[layer] = min(first.get(layer, reader), reader, key=position.__getitem__)
+        x.meta = {**x.meta, "val": copy.meta["val"]}
+        x.meta.pop("tensor_meta", None)
+    order = sorted(layers, key=lambda layer: position[first[layer]])
+    started: list[tuple[fx.Node, fx.Node]] = []
+    for layer, following in zip(order, [*order[1:], None], strict=True):
+        with graph.inserting_before(first[layer]):
+            if not started:
+                started = [(x, _call(graph, torch.ops.asp.reload.default, x, device[x], [])) for x in layers[layer]]
+            waits = []
+            for x, start in started:
+                readers = [u for u in x.users if u is not start]
+                waits.append(_call(graph, torch.ops.asp.wait_copy.default, start, x))
+                for reader in readers:
+                    reader.replace_input_with(x, waits[-1])
+            if following:
+                started = [(x, _call(graph, torch.ops.asp.reload.default, x, device[x], waits)) for x in layers[following]]
+
+
+def _call(graph: fx.Graph, target: object, *args: object) -> fx.Node:
+    """With its value, a fake one as its arguments' are."""
+    node = graph.call_function(target, args)  # type: ignore[arg-type]
+    values = fx.node.map_arg(args, lambda n: n.meta["val"])
+    with torch._guards.detect_fake_mode(values) or torch._subclasses.FakeTensorMode():
+        node.meta["val"] = target(*values)  # type: ignore[operator]
+    return node
+
+
+__all__ = ["STARTS", "mark", "starts", "to_host"]

@@ -1,26 +1,27 @@
-"""What backward finds in the host's memory: in the graphs that PyTorch's partitioner made, copies of marked values.
+"""What backward finds in the host's memory: in the graphs that PyTorch's partitioner made, copies of what layers read.
 
-Forward returns a copy in place of each marked value that it keeps for backward, and backward starts with copying it to the device.
-The values of a layer are a group: a group's copies start when those of the group before it are waited for. So backward fetches
-what the next layer needs while it is in this one, and two groups at most are on their way.
+Nodes of a layer whose values wait there are marked. Of what forward keeps for backward, it returns a copy if such a layer reads it
+from outside, or made it to be kept; backward brings the copy back. A layer's copies start when those of the layer before it are
+waited for: backward fetches what the next layer needs while it is in this one, and two layers' at most are on their way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import fx
 
 from ..kernels import host  # noqa: F401  registers the operators
+from .workload import behind_views, is_view
 
-MARK = "autosp: found on the host by"  # in meta["custom"], which AOTAutograd hands on
+MARK = "autosp: on host"  # in meta["custom"], which AOTAutograd hands on: (layer, role)
+INSIDE, READS, KEPT = "inside", "reads", "kept"  # of the layer; reads what enters it; is kept for its backward
 STARTS = (torch.ops.asp.offload.default, torch.ops.asp.reload.default)
 
 
-def mark(node: fx.Node, layer: str) -> None:
-    """If a value is kept for backward, keep it in the host's memory, for a layer (the last of several that need it)."""
-    node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: layer}
+def mark(node: fx.Node, layer: str, role: str) -> None:
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: (layer, role)}
 
 
 def starts(node: fx.Node) -> bool:
@@ -34,21 +35,40 @@ def to_host(forward: fx.GraphModule, backward: fx.GraphModule, returned: int) ->
     values = list(result.args[0])  # type: ignore[arg-type]
     there = set(values[returned:]) - set(values[:returned])
     found = {n.name: n for n in backward.graph.nodes if n.op == "placeholder" and n.users}
-    kept = [n for n in forward.graph.nodes if n in there and n.name in found and _moves(n)]
+    kept = {n: layer for n in forward.graph.nodes if n in there and n.name in found and (layer := _layer(n))}
     if not kept:
         return
     copies = _offload(forward.graph, kept)
     result.args = (tuple([*values[:returned], *(copies.get(n, n) for n in values[returned:])]),)
-    _reload(backward.graph, [(found[n.name], copies[n]) for n in kept])
+    _reload(backward.graph, [(found[n.name], copies[n], layer) for n, layer in kept.items()])
     for module in (forward, backward):
         module.graph.lint()
         module.recompile()
 
 
-def _moves(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    marked = node.op == "call_function" and MARK in (node.meta.get("custom") or {})
-    return marked and isinstance(value, torch.Tensor) and value.is_floating_point() and _dense(value)
+def _layer(node: fx.Node) -> str:
+    """The layer that is to find a value on the host, the last if there are several; "" if none is."""
+    value, source = node.meta.get("val"), behind_views(node)
+    if source.op != "call_function" or not isinstance(value, torch.Tensor) or not value.is_floating_point() or not _dense(value):
+        return ""  # a parameter, or no activation
+    made_in, role = _marked(node)
+    layers = [made_in] if role == KEPT else [layer for layer in _readers(node) if layer != made_in]
+    return layers[-1] if layers else ""
+
+
+def _marked(node: fx.Node) -> tuple[str, str]:
+    found: tuple[str, str] = (node.meta.get("custom") or {}).get(MARK, ("", ""))
+    return found
+
+
+def _readers(node: fx.Node) -> Iterator[str]:
+    """Layers that read a value, or a view that no layer made of it."""
+    for user in node.users:
+        layer, role = _marked(user)
+        if role == READS:
+            yield layer
+        elif not role and is_view(user):
+            yield from _readers(user)
 
 
 def _dense(x: torch.Tensor) -> bool:
@@ -57,16 +77,12 @@ def _dense(x: torch.Tensor) -> bool:
     return all(stride == dense or size == 1 for size, stride, dense in compact)
 
 
-def _layer(node: fx.Node) -> str:
-    return str(node.meta["custom"][MARK])
-
-
-def _offload(graph: fx.Graph, kept: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Each value's copy, waited for before the first of another layer starts, or at the end."""
+def _offload(graph: fx.Graph, kept: Mapping[fx.Node, str]) -> dict[fx.Node, fx.Node]:
+    """Each value's copy, waited for before the first of another layer starts, or at the end. kept: for which layer."""
     copies: dict[fx.Node, fx.Node] = {}
     after: list[fx.Node] = []
     under_way: list[tuple[fx.Node, fx.Node]] = []
-    layer = ""
+    last = ""
 
     def wait() -> list[fx.Node]:
         copies.update({x: _call(graph, torch.ops.asp.wait_copy.default, copy, x) for x, copy in under_way})
@@ -74,29 +90,28 @@ def _offload(graph: fx.Graph, kept: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]
         under_way.clear()
         return done
 
-    for x in kept:
+    for x, layer in kept.items():
         with graph.inserting_after(x):
             start = _call(graph, torch.ops.asp.offload.default, x, [])
-        if under_way and _layer(x) != layer:
+        if under_way and layer != last:
             with graph.inserting_before(start):
                 after = wait()
         start.args = (x, after)
-        layer = _layer(x)
+        last = layer
         under_way.append((x, start))
     with graph.inserting_before(graph.output_node()):
         wait()
     return copies
 
 
-def _reload(graph: fx.Graph, kept: Iterable[tuple[fx.Node, fx.Node]]) -> None:
-    """kept: placeholders, each with the host copy that it now is. Each layer's values come back one layer before they are read."""
+def _reload(graph: fx.Graph, kept: Iterable[tuple[fx.Node, fx.Node, str]]) -> None:
+    """kept: placeholders, each with the host copy that it now is, and for which layer. Each layer's values come back one layer before they are read."""
     position = {n: i for i, n in enumerate(graph.nodes)}
     layers: dict[str, list[fx.Node]] = {}
     device = {}
     first: dict[str, fx.Node] = {}
-    for x, copy in kept:
+    for x, copy, layer in kept:
         device[x] = x.meta["val"].device
-        layer = _layer(x)
         layers.setdefault(layer, []).append(x)
         reader = min(x.users, key=position.__getitem__)
         first[layer] = min(first.get(layer, reader), reader, key=position.__getitem__)
@@ -127,4 +142,4 @@ def _call(graph: fx.Graph, target: object, *args: object) -> fx.Node:
     return node
 
 
-__all__ = ["STARTS", "mark", "starts", "to_host"]
+__all__ = ["INSIDE", "KEPT", "READS", "STARTS", "mark", "starts", "to_host"]

@@ -40,8 +40,8 @@ def tag(graph: fx.Graph, saves: Mapping[str, str], moving: Collection[fx.Node]) 
 
     moving: values that a batch and a gradient go through; of what enters a layer, these may wait in the host's memory.
 
-    What the model itself checkpoints keeps its tags. Regions are numbered anew, in order: a value between two of them is saved by
-    the partitioner if the second has the larger number.
+    What the model itself checkpoints keeps its tags. Regions are numbered anew, in order: a value between two of the model's is
+    saved by the partitioner if the second has the larger number.
     """
     regions: dict[object, int] = {}
     ours: list[fx.Node] = []
@@ -53,9 +53,8 @@ def tag(graph: fx.Graph, saves: Mapping[str, str], moving: Collection[fx.Node]) 
         if save.startswith("attention output"):
             node.meta[KEEPS] = name if on_host(save) else ""
         if on_host(save):
-            for x in operands(node):
-                if x in moving and x.op == "call_function" and layer_of(x) != name:
-                    host.mark(x, name)
+            reads = any(x in moving and layer_of(x) != name for x in operands(node))
+            host.mark(node, name, host.READS if reads else host.INSIDE)
         if own is None and name in saves:
             ours.append(node)
             node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
@@ -63,8 +62,8 @@ def tag(graph: fx.Graph, saves: Mapping[str, str], moving: Collection[fx.Node]) 
         elif own is not None:
             node.meta["ac_graph_id"] = regions.setdefault(("checkpoint", own), len(regions) + 1)
     for node in ours:
-        if any(user.op == "call_function" and "ac_graph_id" not in user.meta for user in node.users):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # else all of the last layer would run again for it
+        if any(user.op == "call_function" and user.meta.get("ac_graph_id") != node.meta["ac_graph_id"] for user in node.users):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # else all of a layer would run again for the next
 
 
 def keep_output(made: Iterable[fx.Node], layer: str) -> None:
@@ -74,7 +73,7 @@ def keep_output(made: Iterable[fx.Node], layer: str) -> None:
         if node.target in _SAVED and "recompute" in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             if layer:
-                host.mark(node, layer)
+                host.mark(node, layer, host.KEPT)
 
 
 def repeated(node: fx.Node) -> bool:

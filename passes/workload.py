@@ -100,7 +100,7 @@ def _needed(node: fx.Node, facts: Facts, kept: set[fx.Node], materialized: bool)
     xs = [x for x in operands(node) if x in facts.differentiable]
     data = [x for x in xs if x in facts.from_data]
     if materialized:
-        return [_behind_views(x) for x in data]
+        return [behind_views(x) for x in data]
     packet = getattr(node.target, "overloadpacket", None)
     if is_view(node) or packet in _LINEAR or (packet in _BILINEAR and len(xs) < 2):
         return []
@@ -233,7 +233,7 @@ def is_view(node: fx.Node) -> bool:
 _FREE = {aten.reshape.default, aten.contiguous.default, aten.detach.default, aten.alias.default}
 
 
-def _behind_views(node: fx.Node) -> fx.Node:
+def behind_views(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and is_view(node) and operands(node):
         node = operands(node)[0]
     return node

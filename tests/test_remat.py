@@ -23,7 +23,7 @@ from autosp.planning import room
 from pool import Pool
 
 EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # experts have no float64
-WORDS = ("attention", "full")
+WORDS = ("attention", "full", "offload", "offload-attention")
 
 
 # Exact.
@@ -145,9 +145,9 @@ def test_what_is_kept_is_what_the_plan_says(strategy: str, memory: str) -> None:
 
 
 def test_memory_is_a_word_or_an_amount() -> None:
-    assert room("auto") == (None, SAVES) and room("none") == (None, SAVES[:1]) and room("full") == (None, SAVES[2:])
+    assert room("auto") == (None, SAVES) and room("none") == (None, SAVES[:1]) and room("offload") == (None, SAVES[4:])
     assert room("40GB") == room(40e9) == (40e9, SAVES)
-    with pytest.raises(AmountError, match="or one of auto, none, attention, full"):
+    with pytest.raises(AmountError, match="or one of auto, none, attention, full, offload-attention, offload"):
         autosp.parallelize(lambda x: x, memory="some")
 
 

@@ -149,7 +149,9 @@ def _layer(clock: _Clock, layer: Layer, sites: Sequence[StepSite], dtype: str, f
     if on_host(found):
         costs = [cost(s.strategy, s.sizes, clock.hardware, dtype) for s in sites]
         copies = copy_seconds(found, layer, costs, clock.hardware, dtype)[back]
-        clock.compute(layer.name, f"{'backward' if back else 'forward'}: rest of copies {'from' if back else 'to'} the host", copies)
+        clock.compute(
+            layer.name, "backward: rest of copies from the host" if back else "forward: rest of copies to the host", copies
+        )
     if back and found != "everything":
         repeated = [s for s in sites if found.startswith("layer input") or isinstance(s.sizes, LinearAttention)]
         _passed(clock, layer, repeated, dtype, False, forward, " again")

@@ -1,13 +1,14 @@
 """What backward finds in the host's memory: in the graphs that PyTorch's partitioner made, copies of what layers read.
 
-Nodes of a layer whose values wait there are marked. Of what forward keeps for backward, it returns a copy if such a layer reads it
-from outside, or made it to be kept; backward brings the copy back. A layer's copies start when those of the layer before it are
-waited for: backward fetches what the next layer needs while it is in this one, and two layers' at most are on their way.
+Nodes of a layer whose values wait there are marked. Of what forward keeps for backward, it returns a copy if such a layer reads
+it from outside, or made it to be kept; backward brings the copy back. A layer's copies start when those of the layer before it
+are waited for: backward fetches what the next layer needs while it is in this one, and two layers' at most are on their way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,6 +16,7 @@ from torch import fx
 from ..kernels import host  # noqa: F401  registers the operators
 from .workload import behind_views, is_view
 
+aten = torch.ops.aten
 MARK = "autosp: on host"  # in meta["custom"], which AOTAutograd hands on: (layer, role)
 INSIDE, READS, KEPT = "inside", "reads", "kept"  # of the layer; reads what enters it; is kept for its backward
 STARTS = (torch.ops.asp.offload.default, torch.ops.asp.reload.default)
@@ -39,7 +41,7 @@ def to_host(forward: fx.GraphModule, backward: fx.GraphModule, returned: int) ->
     if not kept:
         return
     copies = _offload(forward.graph, kept)
-    result.args = (tuple([*values[:returned], *(copies.get(n, n) for n in values[returned:])]),)
+    result.args = ((*values[:returned], *(copies.get(n, n) for n in values[returned:])),)
     _reload(backward.graph, [(found[n.name], copies[n], layer) for n, layer in kept.items()])
     for module in (forward, backward):
         module.graph.lint()
@@ -79,33 +81,42 @@ def _dense(x: torch.Tensor) -> bool:
 
 def _offload(graph: fx.Graph, kept: Mapping[fx.Node, str]) -> dict[fx.Node, fx.Node]:
     """Each value's copy, waited for before the first of another layer starts, or at the end. kept: for which layer."""
+    position = {n: i for i, n in enumerate(graph.nodes)}
+    made = {n: _made(n) for n in kept}
     copies: dict[fx.Node, fx.Node] = {}
     after: list[fx.Node] = []
     under_way: list[tuple[fx.Node, fx.Node]] = []
     last = ""
 
     def wait() -> list[fx.Node]:
-        copies.update({x: _call(graph, torch.ops.asp.wait_copy.default, copy, x) for x, copy in under_way})
+        copies.update({x: _call(graph, torch.ops.asp.wait_copy.default, copy, made[x]) for x, copy in under_way})
         done = [copies[x] for x, _ in under_way]
         under_way.clear()
         return done
 
-    for x, layer in kept.items():
-        with graph.inserting_after(x):
-            start = _call(graph, torch.ops.asp.offload.default, x, [])
-        if under_way and layer != last:
+    for x in sorted(kept, key=lambda n: position[made[n]]):
+        with graph.inserting_after(made[x]):
+            start = _call(graph, torch.ops.asp.offload.default, made[x], [])
+        if under_way and kept[x] != last:
             with graph.inserting_before(start):
                 after = wait()
-        start.args = (x, after)
-        last = layer
+        start.args = (made[x], after)
+        last = kept[x]
         under_way.append((x, start))
     with graph.inserting_before(graph.output_node()):
         wait()
     return copies
 
 
+def _made(node: fx.Node) -> fx.Node:
+    """The value of which a node is but another name, which may come long after it."""
+    while node.target in (aten.detach.default, aten.alias.default):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _reload(graph: fx.Graph, kept: Iterable[tuple[fx.Node, fx.Node, str]]) -> None:
-    """kept: placeholders, each with the host copy that it now is, and for which layer. Each layer's values come back one layer before they are read."""
+    """A layer's values come back one layer before they are read. kept: placeholders, the copies that they now are, the layers."""
     position = {n: i for i, n in enumerate(graph.nodes)}
     layers: dict[str, list[fx.Node]] = {}
     device = {}
@@ -133,12 +144,10 @@ def _reload(graph: fx.Graph, kept: Iterable[tuple[fx.Node, fx.Node, str]]) -> No
                 started = [(x, _call(graph, torch.ops.asp.reload.default, x, device[x], waits)) for x in layers[following]]
 
 
-def _call(graph: fx.Graph, target: object, *args: object) -> fx.Node:
+def _call(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
     """With its value, a fake one as its arguments' are."""
-    node = graph.call_function(target, args)  # type: ignore[arg-type]
-    values = fx.node.map_arg(args, lambda n: n.meta["val"])
-    with torch._guards.detect_fake_mode(values) or torch._subclasses.FakeTensorMode():
-        node.meta["val"] = target(*values)  # type: ignore[operator]
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
     return node
 
 

@@ -20,7 +20,7 @@ from autosp.cost_model.hardware import Hardware, HardwareError, Number, load
 from autosp.cost_model.plan import Plan, PlanError
 from autosp.cost_model.planner import Follow, MemoryShort, Planner, layer_seconds, placed, usable
 from autosp.cost_model.prices import COSTS, LINEAR_COSTS, Cost, cost, textbook
-from autosp.cost_model.problem import SAVES, Candidate, Decision, Exchange, Layer, Problem, SiteProblem
+from autosp.cost_model.problem import SAVES, Candidate, Decision, Exchange, Layer, Problem, SiteProblem, on_host
 from autosp.cost_model.states import LinearAttention
 from autosp.cost_model.symbols import QUANTITIES, D, D_v, H, H_kv, P, S, T, a, e, u
 from autosp.cost_model.symbols import B as BATCH
@@ -360,13 +360,21 @@ def brute_force(problem: Problem, planner: Planner) -> float:
                     cost(chosen.strategy, chosen.sizes, planner.hardware, problem.dtype),
                     layer_seconds(layer, planner.hardware, problem.dtype),
                 )
-                repeated = {"everything": 0.0, "attention output": c.forward[0] * c.linear, "layer input": c.forward[0]}[save]
-                if save == "layer input" and not c.linear:
+                what, _, host = save.partition(" on ")
+                repeated = {"everything": 0.0, "attention output": c.forward[0] * c.linear, "layer input": c.forward[0]}[what]
+                if what == "layer input" and not c.linear:
                     repeated += c.forward[2]
                 again, kept, more = 0.0, layer.saved + c.saved, 0.0
                 if save != "everything":
                     again, more = forward, layer.saved + c.saved
-                    kept = layer.entering + (c.output if save == "attention output" else c.always)
+                    kept = layer.entering + (c.output if what == "attention output" else c.always)
+                if host:
+                    assert planner.hardware.host is not None
+                    copied, kept = kept - c.always, c.always
+                    more += copied
+                    ahead = forward + c.forward[0] + c.forward[2]
+                    back = 2 * forward + c.backward[0] + c.backward[2] + again + repeated
+                    again += sum(max(0.0, copied / planner.hardware.host.value - behind) for behind in (ahead, back))
                 own.append((c.seconds + 3 * forward + again + repeated, kept, c.held + more))
             ways.append(own)
         for plan in itertools.product(*ways):
@@ -380,15 +388,17 @@ def brute_force(problem: Problem, planner: Planner) -> float:
     flops=st.lists(st.sampled_from((1e11, 1e12, 2e13)), min_size=3, max_size=3),
     saved=st.lists(st.sampled_from((1e7, 6e8, 3e9)), min_size=3, max_size=3),
     tight=st.floats(0.3, 1.05),
+    saves=st.sampled_from((SAVES[:3], (SAVES[0], *SAVES[3:]))),
+    link=st.sampled_from((1e9, 50e9)),
 )
 @settings(max_examples=30)
 def test_the_integer_program_finds_what_trying_all_finds(
-    kinds: str, flops: list[float], saved: list[float], tight: float
+    kinds: str, flops: list[float], saved: list[float], tight: float, saves: tuple[str, ...], link: float
 ) -> None:
     problem = model(kinds)
     layers = tuple(dataclasses.replace(x, flop=f, saved=b) for x, f, b in zip(problem.layers, flops, saved, strict=False))
     problem = dataclasses.replace(problem, layers=layers)
-    planner = Planner(load("h100"), saves=SAVES)
+    planner = Planner(dataclasses.replace(load("h100"), host=Number(link, "B/s", "drawn")), saves=saves)
     planner = dataclasses.replace(planner, memory=peak(planner(problem)) * tight)
     decision, expected = planner(problem), brute_force(problem, planner)
     if math.isinf(expected):
@@ -426,6 +436,23 @@ def test_less_memory_keeps_less_and_takes_longer() -> None:
     assert all(seconds(x) <= seconds(y) for x, y in itertools.pairwise(found))
     assert {c.saved for c in free.choices} == {"everything"}
     assert {c.saved for c in found[-1].choices} > {"everything"}, "some layers keep less than others"
+
+
+def test_layers_wait_on_the_host_where_that_is_needed_and_there_is_a_link() -> None:
+    """h100's link is fast enough to hide all copies of these layers, 1 GB/s is not."""
+    problem = model("ssssssss")
+    free = Planner(load("h100"), memory=1e15, saves=SAVES)
+    tight = dataclasses.replace(free, memory=peak(free(problem)) * 0.3)
+    slow = dataclasses.replace(tight, hardware=dataclasses.replace(load("h100"), host=Number(1e9, "B/s", "slow")))
+    none = dataclasses.replace(tight, hardware=dataclasses.replace(load("h100"), host=None))
+    everything, hosted, slower, without = (p(problem) for p in (free, tight, slow, none))
+    assert everything.totals is not None and hosted.totals is not None
+    assert {c.saved for c in everything.choices} == {"everything"} and not everything.totals.host_bytes
+    assert {c.saved for c in hosted.choices} == {"everything", "attention output on host"} and hosted.totals.host_bytes > 0
+    assert not any(map(on_host, [*slower.saves.values(), *without.saves.values()]))
+    assert seconds(hosted) < seconds(slower) == seconds(without)
+    asked = dataclasses.replace(none, saves=("layer input on host",))(problem)
+    assert set(asked.saves.values()) == {"layer input on host"} and seconds(asked) > seconds(without), "asked for by the word"
 
 
 @pytest.mark.parametrize("tight", [False, True])

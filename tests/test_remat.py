@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -19,11 +20,11 @@ from autosp.cost_model.hardware import load
 from autosp.cost_model.planner import Planner
 from autosp.cost_model.problem import SAVES
 from autosp.inductor import communicates
+from autosp.passes.overlap import overlap
 from autosp.planning import room
 from pool import Pool
 
 EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # experts have no float64
-WORDS = ("attention", "full", "offload", "offload-attention")
 
 
 # Exact.
@@ -44,14 +45,16 @@ def errors(mesh: DeviceMesh, family: str, seq_len: int, strategy: str | None, wo
 
 
 EXACT_CASES = [
-    (3, "llama", 101, "all-to-all"),  # more, through `check`, in test_zoo and test_hybrids
-    (4, "mistral", 101, "balanced-ring"),
+    (3, "llama", 101, "all-to-all", ("attention", "full", "offload")),  # more, through `check`, in test_zoo and test_hybrids
+    (4, "mistral", 101, "balanced-ring", ("full", "offload-attention")),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "family", "seq_len", "strategy"), EXACT_CASES)
-def test_gradients_are_exact_whatever_is_kept(pool: Pool, ranks: int, family: str, seq_len: int, strategy: str) -> None:
-    for rank in pool.run(errors, family, seq_len, strategy, WORDS, on=ranks):
+@pytest.mark.parametrize(("ranks", "family", "seq_len", "strategy", "words"), EXACT_CASES)
+def test_gradients_are_exact_whatever_is_kept(
+    pool: Pool, ranks: int, family: str, seq_len: int, strategy: str, words: tuple[str, ...]
+) -> None:
+    for rank in pool.run(errors, family, seq_len, strategy, words, on=ranks):
         for error, layers in rank:
             assert error < 1 and layers >= 2
 
@@ -126,7 +129,7 @@ def held(found: Traced) -> int:
     """Bytes of what forward leaves for backward, beside parameters and inputs, and what the user takes."""
     out = found.graphs[0].graph.output_node().args[0]
     kept = out[len(found.compiled.plan.outputs) :]
-    made = {n for n in kept if isinstance(n, fx.Node) and n.op == "call_function"}
+    made = {n for n in kept if isinstance(n, fx.Node) and n.op == "call_function" and not copies([n], "wait_copy")}
     free = {n for n in made if n.target is torch.ops.aten.t.default or n.meta["val"].dtype == torch.uint8}
     return sum(n.meta["val"].nbytes for n in made - free)  # without views of parameters and random states
 
@@ -139,6 +142,41 @@ def test_what_is_kept_is_what_the_plan_says(strategy: str, memory: str) -> None:
     found = trace(*llama(4, 1024), 4, decide=Planner(load("cpu"), *room(memory)), strategy=strategy)
     totals = found.compiled.plan.totals
     assert totals is not None and held(found) == pytest.approx(totals.activation_bytes, rel=0.1)
+
+
+# On the host.
+
+
+def copies(nodes: Iterable[fx.Node], *operators: str) -> list[fx.Node]:
+    """To and from the host: "offload", "reload" start one, "wait_copy" ends it."""
+    return [n for n in nodes if n.op == "call_function" and str(n.target) in {f"asp.{name}.default" for name in operators}]
+
+
+@pytest.mark.parametrize(("memory", "each"), [("offload", 1), ("offload-attention", 7)])
+def test_copies_leave_nothing_behind_and_come_back_a_layer_ahead(memory: str, each: int) -> None:
+    found = trace(*llama(4, 1024), 4, decide=Planner(load("cpu"), *room(memory)), strategy="all-to-all")
+    totals, (forward, backward) = found.compiled.plan.totals, found.graphs
+    assert totals is not None and "in the host's memory" in str(found.compiled.plan)
+    for module in found.graphs:
+        overlap(module.graph, communicates)
+    waits = [copies(module.graph.nodes, "wait_copy") for module in found.graphs]
+    assert [len(x) for x in waits] == [4 * each, 4 * each]
+    assert len(copies(forward.graph.nodes, "offload")) == len(copies(backward.graph.nodes, "reload")) == 4 * each
+    assert not copies(forward.graph.nodes, "reload") and not copies(backward.graph.nodes, "offload")
+    out = forward.graph.output_node().args[0]
+    assert set(waits[0]) <= set(out) and sum(n.meta["val"].nbytes for n in waits[0]) == pytest.approx(totals.host_bytes, rel=0.1)
+    assert held(found) == pytest.approx(totals.activation_bytes, rel=0.1), "the copied values are not kept as well"
+    # While a layer's values are copied, a layer computes: in forward itself, in backward the one that comes before.
+    for module, start, computing in ((forward, "offload", 0), (backward, "reload", 1)):
+        place = {n: i for i, n in enumerate(module.graph.nodes)}
+        starts = copies(module.graph.nodes, start)
+        groups = [starts[i : i + each] for i in range(0, 4 * each, each)]
+        begun = [place[group[0]] for group in groups]
+        done = [max(place[w] for n in group for w in copies(n.users, "wait_copy")) for group in groups]
+        work = [place[n] for n in module.graph.nodes if str(n.target).startswith(("aten.mm", "aten.addmm"))]
+        for i in range(3):
+            assert done[i] < begun[i + 1]
+            assert sum(begun[i + computing] < w < done[i + computing] for w in work) >= 6
 
 
 # Words.

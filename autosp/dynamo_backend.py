@@ -155,10 +155,16 @@ def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -
     now = torch._functorch.config.patch({"force_non_lazy_backward_lowering": True} if known else {})
     with fx.traceback.preserve_node_meta(), now:
         if compiler == "inductor":
-            run = compile_fx(compiled.module, inputs, inner_compile=inductor, config_patches=settings())
+            run = compile_fx(compiled.module, inputs, inner_compile=inductor, config_patches=settings(compiled.module.graph))
         else:
             run = aot_module_simplified(
-                compiled.module, inputs, eager, eager, Partition(), inference_compiler=eager, keep_inference_input_mutations=True
+                compiled.module,
+                inputs,
+                eager,
+                eager,
+                Partition(compiled.module.graph),
+                inference_compiler=eager,
+                keep_inference_input_mutations=True,
             )
     return run, "; ".join(seen)
 

@@ -14,6 +14,7 @@ each other. `KeepOrder` makes each operator that communicates, or starts a copy 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -80,7 +81,14 @@ def _keep_order(node: SchedulerNode) -> Callable[..., None]:
 
 
 class Partition(CustomPartitionerFn):
-    """PyTorch's partitioner; what backward is to find in the host's memory is then copied there."""
+    """PyTorch's partitioner; what backward is to find in the host's memory is then copied there.
+
+    Nodes' tags decide what it does, and PyTorch's key for compiled graphs leaves them out: they are in this one's.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        tags = [tuple(n.meta.get(key) for key in ("recompute", "ac_graph_id", "custom")) for n in graph.nodes]
+        self._tags = hashlib.sha256(repr(tags).encode()).hexdigest()
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
@@ -88,10 +96,10 @@ class Partition(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> str:
-        return "autosp: host copies 1"
+        return f"autosp: host copies 1, {self._tags}"
 
 
-def settings() -> dict[str, Any]:
-    """`config_patches` for `compile_fx`: without `KeepOrder` where this torch has no such hook."""
+def settings(graph: fx.Graph) -> dict[str, Any]:
+    """`config_patches` for `compile_fx` of a graph: without `KeepOrder` where this torch has no such hook."""
     order = {"_pre_fusion_custom_pass": KeepOrder()} if hasattr(torch._inductor.config, "_pre_fusion_custom_pass") else {}
-    return {"custom_partitioner_fn": Partition(), **order}
+    return {"custom_partitioner_fn": Partition(graph), **order}

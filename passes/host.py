@@ -53,8 +53,8 @@ def _layer(node: fx.Node) -> str:
     value, source = node.meta.get("val"), behind_views(node)
     if source.op != "call_function" or not isinstance(value, torch.Tensor) or not value.is_floating_point() or not _dense(value):
         return ""  # a parameter, or no activation
-    made_in, role = _marked(node)
-    layers = [made_in] if role == KEPT else [layer for layer in _readers(node) if layer != made_in]
+    layer, role = _marked(node)
+    layers = [layer] if role == KEPT else [x for x in _readers(node) if x != _marked(source)[0]]
     return layers[-1] if layers else ""
 
 

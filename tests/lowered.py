@@ -101,7 +101,14 @@ def trace(
             if options.get("zero"):
                 example_inputs = [_part(x, ranks, rank) if isinstance(x, nn.Parameter) else x for x in example_inputs]
             with fx.traceback.preserve_node_meta(), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-                aot_module_simplified(traced.compiled.module, example_inputs, keep, keep, Partition(), inference_compiler=keep)
+                aot_module_simplified(
+                    traced.compiled.module,
+                    example_inputs,
+                    keep,
+                    keep,
+                    Partition(traced.compiled.module.graph),
+                    inference_compiler=keep,
+                )
         raise _Stop
 
     recognise.install()

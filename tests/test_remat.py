@@ -152,6 +152,18 @@ def copies(nodes: Iterable[fx.Node], *operators: str) -> list[fx.Node]:
     return [n for n in nodes if n.op == "call_function" and str(n.target) in {f"asp.{name}.default" for name in operators}]
 
 
+def test_a_copy_has_the_values_and_strides_in_other_memory() -> None:
+    for x in (torch.randn(3, 2, 4).transpose(0, 2), torch.randn(2, 8, 1, 4).permute(0, 2, 1, 3), torch.randn(5, 0)):
+        there = torch.ops.asp.offload(x, [])
+        back = torch.ops.asp.reload(there, x.device, [there])
+        for copied in (there, back):
+            assert torch.equal(copied, x) and copied.stride() == x.stride()
+        assert len({t.data_ptr() for t in (x, there, back)}) == 3 or not x.numel()
+        assert torch.ops.asp.wait_copy(back, there).data_ptr() == back.data_ptr()
+        torch.library.opcheck(torch.ops.asp.offload.default, (x, [x]))
+        torch.library.opcheck(torch.ops.asp.reload.default, (there, x.device, []))
+
+
 @pytest.mark.parametrize(("memory", "each"), [("offload", 1), ("offload-attention", 7)])
 def test_copies_leave_nothing_behind_and_come_back_a_layer_ahead(memory: str, each: int) -> None:
     found = trace(*llama(4, 1024), 4, decide=Planner(load("cpu"), *room(memory)), strategy="all-to-all")

@@ -157,14 +157,9 @@ def _compile(compiled: Compiled, example_inputs: Sequence[Any], compiler: str) -
         if compiler == "inductor":
             run = compile_fx(compiled.module, inputs, inner_compile=inductor, config_patches=settings(compiled.module.graph))
         else:
+            partition = Partition(compiled.module.graph)
             run = aot_module_simplified(
-                compiled.module,
-                inputs,
-                eager,
-                eager,
-                Partition(compiled.module.graph),
-                inference_compiler=eager,
-                keep_inference_input_mutations=True,
+                compiled.module, inputs, eager, eager, partition, inference_compiler=eager, keep_inference_input_mutations=True
             )
     return run, "; ".join(seen)
 

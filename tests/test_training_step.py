@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from autosp.cli import app
 from autosp.cost_model.chrome_trace import trace
-from autosp.cost_model.hardware import Hardware, load
+from autosp.cost_model.hardware import Hardware, Number, load
 from autosp.cost_model.linear_programs import LINEAR_PROGRAMS
 from autosp.cost_model.messages import Ops
 from autosp.cost_model.plan import Plan, PlanError, Seconds, Site

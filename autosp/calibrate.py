@@ -72,6 +72,9 @@ def hardware(samples: Samples, name: str, date: str) -> Hardware:
             Level(level, samples.reach[level], 1, links_of(transfers, number)) for level, transfers in samples.links.items()
         ),
         alone=number(samples.sharing, "times", "ranks for each core or GPU, at least 1"),
+        host=number(samples.host[0] / samples.host[1], "B/s", f"{samples.host[0]} bytes, half of them each way")
+        if samples.host
+        else None,
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autosp.cost_model import work
 from autosp.cost_model.hardware import COLLECTIVES, DTYPES, KERNELS
-from autosp.kernels import flash, linear
+from autosp.kernels import flash, host, linear
 from autosp.kernels.all_scan import ALONE
 
 MOST_CALLS = 2000  # of one timing
@@ -92,7 +92,8 @@ class Samples:
 
     pointwise: bytes read and written, seconds; overlap: share of a hop that costs nothing while a rank computes; memory: bytes
     a rank has; others: share of the cores that other processes had meanwhile; sharing: ranks for each core or GPU; dtypes: rates
-    of a matrix product as shares of that in `dtype`. links and reach (ranks) are by level, nearest first.
+    of a matrix product as shares of that in `dtype`. links and reach (ranks) are by level, nearest first. host: bytes copied to
+    the host and back, seconds; None where a device's memory is the host's.
     """
 
     kernels: Mapping[str, Sequence[Call]]
@@ -107,6 +108,7 @@ class Samples:
     dtype: str
     dtypes: Mapping[str, float]
     how: str
+    host: tuple[int, float] | None = None
 
 
 # On every rank ------------------------------------------------------------------------------------
@@ -221,6 +223,18 @@ class Bench:
     def pointwise(self) -> tuple[int, float]:
         a, b, out = (torch.ones(self.settings.pointwise // 4, device=self.device) for _ in range(3))
         return 3 * self.settings.pointwise, self.time(lambda: torch.add(a, b, out=out), busy=True)
+
+    def host(self) -> tuple[int, float] | None:
+        """A copy to the host and one back, with the operators that graphs have."""
+        if self.device.type == "cpu":
+            return None
+        x = torch.ones(self.settings.pointwise // 4, device=self.device)
+
+        def there_and_back() -> None:
+            there = host.wait_copy(host.offload(x, []), x)
+            host.wait_copy(host.reload(there, x.device, []), there)
+
+        return 2 * x.nbytes, self.time(there_and_back)
 
     # Links
 
@@ -369,6 +383,7 @@ def measured(settings: Settings, dtype: str, device: torch.device, local: int) -
         dtype=dtype,
         dtypes=bench.dtypes(),
         how=f"{bench.ranks} ranks at once, {backend}, torch {torch.__version__}",
+        host=bench.host(),
     )
 
 

@@ -73,6 +73,7 @@ def synthetic(counts: tuple[int, ...]) -> Samples:
         dtype="float32",
         dtypes={"float64": 0.5},
         how="4 ranks at once",
+        host=(1000, 100e-9),
     )
 
 
@@ -84,6 +85,7 @@ def test_a_table_has_what_made_the_timings() -> None:
     assert found.peak["float64"].value == pytest.approx(25e9, rel=1e-3)
     assert found.bandwidth.value == pytest.approx(9e9, rel=1e-3)
     assert found.overlap.value == pytest.approx(0.75) and found.alone.value == 2
+    assert found.host is not None and found.host.value == pytest.approx(10e9, rel=1e-3)
     assert found.level(4).ranks == 4
     for kind, link in found.levels[0].links.items():
         assert link.latency.value == pytest.approx(LATENCY if kind != "p2p" else 0, rel=1e-2), kind

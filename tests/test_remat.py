@@ -164,6 +164,12 @@ def test_a_copy_has_the_values_and_strides_in_other_memory() -> None:
         torch.library.opcheck(torch.ops.asp.reload.default, (there, x.device, []))
 
 
+def test_an_input_that_a_normalisation_made_waits_on_the_host() -> None:
+    """BERT's layers end in one, an operator of three results; before the first stands a dropout that does nothing."""
+    found = traced("bert", 96, None, "offload")
+    assert [len(copies(found.nodes(i), "offload", "reload")) for i in (0, 1)] == [LAYERS, LAYERS]
+
+
 @pytest.mark.parametrize(("memory", "each"), [("offload", 1), ("offload-attention", 7)])
 def test_copies_leave_nothing_behind_and_come_back_a_layer_ahead(memory: str, each: int) -> None:
     found = trace(*llama(4, 1024), 4, decide=Planner(load("cpu"), *room(memory)), strategy="all-to-all")

@@ -329,8 +329,8 @@ def _integer(units: Sequence[_Unit], room: float) -> tuple[list[list[_Way]], flo
     picked: list[list[_Way]] = [[] for _ in units]
     for (i, way), count in zip(ways, np.round(found.x[:k]).astype(int), strict=True):
         picked[i] += [way] * int(count)
-    for each in picked:
-        each.sort(key=lambda w: not on_host(w.saved))  # first layers come last in backward: their copies have the most time
+    for chosen in picked:
+        chosen.sort(key=lambda w: not on_host(w.saved))  # first layers come last in backward: their copies have the most time
     return picked, float(found.mip_gap or 0.0)
 
 

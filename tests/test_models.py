@@ -171,7 +171,7 @@ def test_models_are_exact(pool: Pool, ranks: int, length: int, names: list[str],
 
 def explains(name: str, plan: Any, ranks: int, strategy: str | None, removed: int = 0) -> None:
     """The plan has the attentions there are, by the strategy asked for, and a fallback for what nobody has a rule for."""
-    attentions = {n: count - removed for n, count in (SITES | PAIRWISE).items()}
+    attentions = {n: max(count - removed, 1) for n, count in (SITES | PAIRWISE).items()}
     sites = [s for s in plan.sites if s.kind == "softmax attention"]
     if name in SITES and not (name == "seq_first" and ranks == 2):  # dimension 1 of its transposed ids is a batch of two
         assert (name, len(sites), plan.fallbacks) == (name, attentions[name], ())

@@ -42,7 +42,7 @@ def refuse_part_of_the_ranks(module: nn.Module, ranks: int) -> None:
     for name, p in module.named_parameters():
         if isinstance(p, DTensor) and p.device_mesh.size() != ranks:
             raise WrappingError(
-                f"grad_sync='external' leaves it to FSDP to average gradients over all {ranks} ranks of the mesh, but fully_shard "
+                f"grad_sync='external' leaves averaging gradients over all {ranks} ranks of the mesh to FSDP, but fully_shard "
                 f"split {name} over {p.device_mesh.size()}. fix: fully_shard(model, mesh=mesh) with the mesh (dp, sp), or "
                 "grad_sync='autosp'"
             )

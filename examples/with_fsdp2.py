@@ -1,12 +1,12 @@
-"""FSDP2 (`fully_shard`) around an autosp model: FSDP splits the parameters and averages the gradients, autosp spreads each sequence.
+"""FSDP2 around an autosp model: `fully_shard` splits parameters and averages gradients, autosp spreads each sequence.
 
     torchrun --nproc_per_node 2 examples/with_fsdp2.py                # dp=1, sp=2
     SP=2 torchrun --nproc_per_node 4 examples/with_fsdp2.py           # dp=2, sp=2
 
-FSDP is around the whole model, once: parameters are whole while a step runs, in parts between steps, as are gradients and the
-optimizer's state always. (Around single layers it would break the graph; `zero=3` does inside the graph what it does there.) With
-`grad_sync="external"` autosp leaves the gradients for FSDP, which averages them over every rank of the mesh it is given. At the
-end rank 0 compares with the same training in one process.
+It goes around the whole model, once: parameters are whole while a step runs; between steps they are in parts, as gradients and
+the optimizer's state always are. (Around single layers it would break the graph; `zero=3` does the same inside it.) With
+`grad_sync="external"` autosp leaves the parameter gradients for FSDP, which must average them over every rank of the mesh. At
+the end rank 0 compares with the same training in one process.
 """
 
 from __future__ import annotations

@@ -182,7 +182,10 @@ def wraps_wrongly(mesh: DeviceMesh, case: str) -> str:
     ("case", "text"),
     [
         ("inside", r"fully_shard is around backbone.blocks.0 and 1 more modules inside .* fix: .*\(model, mesh, zero=3\)"),
-        ("part", r"grad_sync='external' leaves .* all 4 ranks of the mesh, but fully_shard split .* over 2. fix: fully_shard\(mod"),
+        (
+            "part",
+            r"grad_sync='external' leaves .* all 4 ranks of the mesh to FSDP, but fully_shard split .* over 2. fix: fully_shard",
+        ),
     ],
 )
 def test_fsdp_that_cannot_be_right_is_refused_before_anything_is_sent(pool: Pool, case: str, text: str) -> None:

@@ -21,7 +21,9 @@ EXACT = 1e-9
 Inputs = dict[str, Tensor]
 
 
-def twins(name: str, mesh: DeviceMesh | None, seq_len: int = 33, whole: bool = False, **options: Any) -> tuple[nn.Module, Any, Inputs]:
+def twins(
+    name: str, mesh: DeviceMesh | None, seq_len: int = 33, whole: bool = False, **options: Any
+) -> tuple[nn.Module, Any, Inputs]:
     """(plain, parallel, inputs) of a model of MODELS in float64, with the first of its layers alone unless it is to be whole."""
     plain, inputs = {**MODELS, **OUTSIDE_LOSS}[name](seq_len, 2, torch.float64)
     plain = plain if whole else first_layer(plain)

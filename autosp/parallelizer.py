@@ -134,7 +134,7 @@ class Runner:
 
     def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
         self.backend, self._function = backend, function
-        self._module = getattr(function, "__self__", None)
+        self._module: Any = getattr(function, "__self__", None)
         self._around: bool | None = None  # FSDP is around the module; None before the first call
         self._compiled = function
 

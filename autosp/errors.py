@@ -4,6 +4,7 @@ from .cost_model.errors import PlanningError
 from .cost_model.hardware import HardwareError
 from .cost_model.plan import PlanError
 from .cost_model.planner import MemoryShort
+from .fsdp import WrappingError
 from .kernels.agree import DisagreementError
 from .kernels.errors import AutospError
 from .mesh import MeshError
@@ -29,4 +30,5 @@ __all__ = [
     "ShardError",
     "StrategyError",
     "VerificationError",
+    "WrappingError",
 ]

@@ -13,6 +13,7 @@ import torch
 import torch._dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import fsdp
 from .cost_model.errors import PlanningError
 from .cost_model.plan import Plan
 from .dynamo_backend import Backend
@@ -56,7 +57,7 @@ def parallelize(
         "gather" returns them whole, in order, on every rank, "loss" returns scalars only: others are None, and logits need not
         exist.
     grad_sync: "autosp" sums parameter gradients over sp and averages them over dp; "external" leaves averaging over
-        all ranks to the user's DDP or FSDP.
+        all ranks to the user's DDP, or to FSDP2 (`fully_shard`) around the whole model.
     seq_dim: hint where inputs carry the sequence: a dimension, or {argument name: dimension}.
     check_batch: compare the batch across ranks at every step (one small all-gather).
     plan: what `autosp plan` decided, or the file it wrote; the model must be the one it is for.
@@ -74,7 +75,8 @@ def parallelize(
         all, in tiles of so many positions; "none": nothing.
 
     Raises, at the first call: CaptureError for a graph break, SequenceError for a sequence shorter than the ranks,
-    MeshError for a mesh without an sp axis, PlanError for a plan of another model, HardwareError for an unknown machine; at
+    MeshError for a mesh without an sp axis, PlanError for a plan of another model, HardwareError for an unknown machine,
+    WrappingError for `fully_shard` around parts of the model; at
     any call DisagreementError when ranks disagree. StrategyError and AmountError at once for unknown options.
     """
     settings = Settings(strategy, outputs, seq_dim, compiler, grad_sync, zero, tile)
@@ -131,15 +133,33 @@ class Runner:
     """The compiled call, with errors that speak of the user's model instead of the compiler."""
 
     def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
-        self.backend = backend
-        self._function, self._prepared = function, False
-        self._compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+        self.backend, self._function = backend, function
+        self._module: Any = getattr(function, "__self__", None)
+        self._around: bool | None = None  # FSDP is around the module; None before the first call
+        self._compiled = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._prepared:
-            recognise.install()
-            recognise.prepare(self._function)
-            self._prepared = True
+        if self._around != fsdp.is_around(self._module):
+            self._prepare()
+        if not self._around:
+            return self._run(*args, **kwargs)
+        with fsdp.forward_replaced(self._module, self._run):
+            return self._function(*args, **kwargs)
+
+    def _prepare(self) -> None:
+        function, module = self._function, self._module
+        if isinstance(module, torch.nn.Module):
+            fsdp.refuse_inside(module)
+        if around := fsdp.is_around(module):
+            function = module.forward
+            if self.backend.settings.grad_sync == "external":
+                fsdp.refuse_part_of_the_ranks(module, self.backend.world().spread.world)
+        recognise.install()
+        recognise.prepare(function)
+        self._compiled = torch.compile(function, backend=self.backend, fullgraph=True, dynamic=False)
+        self._around = around
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         self.backend.answered = False
         try:
             with tracing():

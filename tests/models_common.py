@@ -154,6 +154,14 @@ class Backbone(nn.Module):
         return self.norm(x)
 
 
+def first_layer(model: nn.Module) -> nn.Module:
+    """`model` with one layer in each stack of blocks: most mistakes show in one as well as in two, in half the time."""
+    for inner in model.modules():
+        if isinstance(inner, Backbone):
+            inner.blocks = inner.blocks[:1]
+    return model
+
+
 class LanguageModel(nn.Module):
     """Token labels, already shifted, against a linear head on a backbone."""
 

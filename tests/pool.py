@@ -130,17 +130,15 @@ def _worker(rank: int, store: str, conn: Connection) -> None:
     launch.join_group(rank, WORLD, store, 600.0)
     # Groups are made on all ranks in the same order, members or not.
     meshes = {key: _mesh(shape) for key, shape in SHAPES.items()}
-    torch._dynamo.reset()
-    gc.collect()
-    gc.freeze()  # modules stay: the collection after each task need not look through them
     while True:
+        torch._dynamo.reset()
+        gc.collect()
+        gc.freeze()  # modules and what compilers keep stay: the next collection need not look through them
         try:
             on, payload = conn.recv()
         except EOFError:
             os._exit(0)
         conn.send_bytes(_answer(meshes[on], payload))
-        torch._dynamo.reset()
-        gc.collect()
 
 
 def _mesh(shape: tuple[tuple[str, int], ...]) -> DeviceMesh:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import FULL
 from direct import Lowered
 from models import DROPOUT_MODELS, loss_of
 from torch import Tensor, nn
@@ -67,10 +68,12 @@ def under_every_strategy(mesh: DeviceMesh, name: str, seeds: tuple[int, ...]) ->
 @pytest.mark.parametrize("name", DROPOUT_MODELS)
 def test_the_same_weights_are_dropped_by_every_strategy(pool: Pool, name: str) -> None:
     """Whoever computes a block, of whosever queries and keys: dropout knows a weight by its head, row and column."""
-    expected = pool.run(under_every_strategy, name, (3, 4), on=1)[0]["all-to-all"]
+    alone = pool.run(under_every_strategy, name, (3, 4), on=1)
+    expected = alone[0]["all-to-all"]
     assert not same(*expected)
-    for ranks in (1, 2, 3, 4):
-        for found in pool.run(under_every_strategy, name, (3, 4), on=ranks):
+    others = (2, 3, 4) if FULL else (3, 4) if list(DROPOUT_MODELS).index(name) % 2 else (2,)
+    for ranks in (1, *others):
+        for found in alone if ranks == 1 else pool.run(under_every_strategy, name, (3, 4), on=ranks):
             for strategy, runs in found.items():
                 assert same(runs[0], expected[0]) and same(runs[1], expected[1]), (ranks, strategy)
 

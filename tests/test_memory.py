@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autosp
+from autosp import launch
 from autosp.kernels import attend
 
 WINDOW = 1024
@@ -48,8 +48,7 @@ def in_fresh_processes(target: Any, count: int, *args: Any, timeout: float = 280
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(count) as pool:
+    with launch.context().Pool(count) as pool:
         return pool.starmap_async(target, [(r, count, port, *args) for r in range(count)], chunksize=1).get(timeout)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from models import MODELS, OUTSIDE_LOSS, loss_of
+from models_common import first_layer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,9 +21,12 @@ EXACT = 1e-9
 Inputs = dict[str, Tensor]
 
 
-def twins(name: str, mesh: DeviceMesh | None, seq_len: int = 33, **options: Any) -> tuple[nn.Module, Any, Inputs]:
-    """(plain, parallel, inputs) of a model of the zoo, in float64."""
+def twins(
+    name: str, mesh: DeviceMesh | None, seq_len: int = 33, whole: bool = False, **options: Any
+) -> tuple[nn.Module, Any, Inputs]:
+    """(plain, parallel, inputs) of a model of MODELS in float64, with the first of its layers alone unless it is to be whole."""
     plain, inputs = {**MODELS, **OUTSIDE_LOSS}[name](seq_len, 2, torch.float64)
+    plain = plain if whole else first_layer(plain)
     return plain, autosp.parallelize(copy.deepcopy(plain), mesh, **{"compiler": "aot_eager", **options}), inputs
 
 

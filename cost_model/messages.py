@@ -83,18 +83,23 @@ class Ops:
         pair, and ranks go on."""
         self._ordered(groups, sizes, coming=False)
         among = max(map(len, groups))
+        latency = self.hardware.level(among).link("all_to_all").latency.value  # of a rank's first message on each level
         for name, size in sizes.items():
-            before = self._begun(groups)
+            before = [[self.at[rank], *self.begun[rank]] for rank in range(self.ranks)]
             mine: list[list[int]] = [[] for _ in range(self.ranks)]
+            first = set[tuple[int, str]]()
             for sender, to in (pair for group in groups for pair in self._rounds(group)):
                 if not (many := size(sender, to)):
                     continue
                 level = self.level(sender, to)
                 seconds = _seconds(level.link("all_to_all"), many, level.used(among))
+                if (sender, level.name) not in first:
+                    first.add((sender, level.name))
+                    seconds += latency
                 number = self.message(name, sender, to, seconds, level, (*before[sender], *before[to]))
                 mine[sender].append(number)
                 mine[to].append(number)
-            self.begun = [own or before[rank] for rank, own in enumerate(mine)]
+            self.begun = [own or self.begun[rank] for rank, own in enumerate(mine)]
         return Started(groups, sizes, self.begun)
 
     def land(self, started: Started) -> None:
@@ -109,15 +114,6 @@ class Ops:
                 for rank in group:
                     moved = sum(size(other, rank) if coming else size(rank, other) for other in group)
                     self.compute(rank, f"{name}: in order", 2 * moved / self.hardware.bandwidth.value)
-
-    def _begun(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
-        """By rank, the latency of a further all-to-all."""
-        ready = [[self.at[rank], *self.begun[rank]] for rank in range(self.ranks)]
-        for group in (g for g in groups if len(g) > 1):
-            latency = self.hardware.level(len(group)).link("all_to_all").latency.value
-            for rank in group:
-                ready[rank] = [self.pause(rank, latency, ready[rank])]
-        return ready
 
     def around(self, name: str, collective: str, size: float) -> None:
         """All-gather or reduce-scatter of all ranks around a ring: P − 1 messages of `size` bytes to the next rank."""

@@ -357,7 +357,7 @@ def _direct(
         return None  # something is computed between the leaves and the attention
     groups = {region.groups.get(s, 1) for s in sources}
     values = [leaves[s] for s in sources]
-    if len(groups) > 1 or any(heads.first % g or heads.last % g for g in groups):
+    if len(groups) > 1 or not all(map(heads.evenly, groups)):
         values = [_expanded(b, region, s, x, heads) for s, x in zip(sources, values, strict=True)]
         groups = {1}
     return b.call(SDPA, leaves[q], *values, None, 0.0, causal, scale=argument(node, "scale"), enable_gqa=groups != {1})

@@ -27,8 +27,8 @@ aten = torch.ops.aten
 PLANNER = Planner(load("cpu"))
 
 
-def only(**params: int) -> Decide:
-    """The planner, left with those candidates of a strategy that have these parameters, where any has."""
+def only(planner: Planner = PLANNER, /, **params: int) -> Decide:
+    """A planner, left with those candidates of a strategy that have these parameters, where any has."""
 
     def decide(problem: Problem) -> Decision:
         sites = []
@@ -36,7 +36,7 @@ def only(**params: int) -> Decide:
             having = {c.strategy for c in s.candidates if dict(c.params) == params}
             kept = tuple(c for c in s.candidates if c.strategy not in having or dict(c.params) == params)
             sites.append(replace(s, candidates=kept))
-        return PLANNER(replace(problem, sites=tuple(sites)))
+        return planner(replace(problem, sites=tuple(sites)))
 
     return decide
 

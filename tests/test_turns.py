@@ -13,12 +13,17 @@ from models_attention import additive_causal, sdpa_gqa, sdpa_interleaved, sdpa_w
 from models_common import Attention, Backbone, Build, LanguageModel, Mix, build, sdpa_causal
 from test_bytes import OneAttention
 from test_overlap import WAIT
+from test_remat import LAYERS, attentions, exchanges
 from torch.distributed.device_mesh import DeviceMesh
 from twins import EXACT, distance, gradient_error, gradients, step
 
 import autosp
+from autosp import zoo
+from autosp.cost_model.hardware import load
+from autosp.cost_model.planner import Planner
 from autosp.inductor import communicates
 from autosp.passes.overlap import overlap
+from autosp.planning import room
 from pool import Pool
 
 
@@ -126,3 +131,13 @@ def test_one_turn_travels_while_another_is_computed(
     assert (attentions_between(found, 0), attentions_between(found, 1)) == (forward, backward)
     sent = found.compiled.plan.sites[0].bytes_forward, found.compiled.plan.sites[0].bytes_backward
     assert tuple(found.sent(i, 4, 0)["all-to-all"] for i in (0, 1)) == sent
+
+
+def test_backward_repeats_no_turn_whose_result_is_kept() -> None:
+    found = {}
+    for word in ("none", "attention", "full"):
+        decide = only(Planner(load("cpu"), *room(word)), turns=2)
+        found[word] = trace(*zoo.build("llama", 96), 2, decide=decide, strategy="all-to-all")
+        assert all(s.params == {"turns": 2} for s in found[word].compiled.plan.sites)
+    assert [attentions(x) for x in found.values()] == [0, 0, 2 * LAYERS]
+    assert exchanges(found["attention"]) == exchanges(found["none"]) < exchanges(found["full"])

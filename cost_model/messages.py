@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from .hardware import Hardware, Level, Link
 from .simulator import COMPUTE, Op
 
-
 Size = Callable[[int, int], float]  # bytes from a sender to a receiver
 
 

@@ -1,8 +1,9 @@
 """Exchanges start as early and are waited for as late as what depends on them allows, in graphs that PyTorch's partitioner made.
 
 Exchanges keep their order, so ranks still meet in the same one. Between two of them first comes what the next one needs, and of
-that first what waits for nothing; what it does not need is computed while that one travels. So gradients of weights hide an exchange on the way to the layer before, and
-the rest of backward hides the reduction of a bucket of gradients. Parameters in parts are gathered one layer ahead.
+that first what waits for nothing; what it does not need is computed while that one travels. So gradients of weights hide an
+exchange on the way to the layer before, some heads of an attention hide what others exchange, and the rest of backward hides the
+reduction of a bucket of gradients. Parameters in parts are gathered one layer ahead.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class _Order:
         return [x for x in node.all_input_nodes if x in self._position and x not in self.placed]
 
     def place(self, *nodes: fx.Node) -> None:
-        """With all that they need and has no place yet, in the order in which that was; but a wait only when there is nothing left
-        that needs none."""
+        """With all that they need and has no place yet, in the order in which that was; but a wait only when nothing is left that
+        needs none."""
         needed, stack = dict[fx.Node, int](), [x for x in nodes if x not in self.placed]
         while stack:
             x = stack.pop()

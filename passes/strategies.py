@@ -54,7 +54,10 @@ class InTurns(Strategy):
     def variants(self, region: Region, ctx: SiteContext) -> tuple[Strategy, ...]:
         groups = {1, *region.groups.values()}
         allowed = set.intersection(*(set(head_turns(region.heads, region.heads // g, ctx.ranks)) for g in groups))
-        return (self, *(replace(self, lower=functools.partial(all_to_all, turns=t), params=(("turns", t),)) for t in sorted(allowed)))
+        return (
+            self,
+            *(replace(self, lower=functools.partial(all_to_all, turns=t), params=(("turns", t),)) for t in sorted(allowed)),
+        )
 
     def counted(self, region: Region, ctx: SiteContext) -> dict[str, Any]:
         return {**super().counted(region, ctx), **dict(self.params)}

@@ -69,7 +69,8 @@ def dropped(mesh: DeviceMesh) -> float:
     """How far gradients of a model with dropout are from those under another strategy, with the same seed."""
     module, inputs = DROPOUT_MODELS["dropout_attention"](33, 2, torch.float64)
     lowered, found = Lowered(module, mesh, ("gather-kv", "all-to-all"), only(turns=2), tile="none"), []
-    for lowered.strategy in lowered.strategies:
+    for strategy in lowered.strategies:
+        lowered.strategy = strategy
         module.zero_grad()
         step(lowered, inputs)
         found.append({name: g.clone() for name, g in gradients(module).items() if g is not None})

@@ -20,11 +20,11 @@ class Attention:
 
     Row i sees at most the columns [i − before, i + after]: (T, 0) is causal, (W − 1, 0) a window, None no limit.
     `inner` ranks exchange heads in ring × all-to-all; `turns` in which all-to-all computes a rank's heads. `latent` is the bytes
-    of one position's keys and values where they travel as something smaller that they are computed from (0: they do not). `folded`: ranks hold the model's sequence in
-    head-tail layout. `by_rows`: no one kernel covers it; blocks of rows are computed with a mask made for each, and again before
-    their gradients are. What has been counted on the mask at hand takes the place of what follows from the band: `moved`,
-    rows and columns sent over all ranks; `work`, pairs of the busiest rank for each head; `steps`; `calls` of the kernel for
-    a rank's own block.
+    of one position's keys and values where they travel as something smaller that they are computed from (0: they do not).
+    `folded`: ranks hold the model's sequence in head-tail layout. `by_rows`: no one kernel covers it; blocks of rows are
+    computed with a mask made for each, and again before their gradients are. What has been counted on the mask at hand takes the
+    place of what follows from the band: `moved`, rows and columns sent over all ranks; `work`, pairs of the busiest rank for
+    each head; `steps`; `calls` of the kernel for a rank's own block.
     """
 
     batch: int

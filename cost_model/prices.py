@@ -81,13 +81,13 @@ from .symbols import (
     s,
     s_A,
     t,
-    t_k,
     tau,
     tau_b,
     u,
     w,
     x,
     x_k,
+    y,
     z,
 )  # fmt: skip
 from .volumes import Attention
@@ -233,7 +233,7 @@ def values_of(strategy: str, q: Attention) -> Values:
     return {
         B: q.batch, S: q.q_seq, T: q.kv_seq, H: q.q_heads, H_kv: q.kv_heads, D: q.head_dim, D_v: q.value_dim, e: q.itemsize,
         a: q.accumulator, P: q.ranks, N: moved.work, m: moved.columns / q.ranks, r: moved.rows / q.ranks,
-        x: moved.exchanged / q.ranks, x_k: moved.keys / q.ranks, t: q.turns, t_k: moved.key_turns,
+        x: moved.exchanged / q.ranks, x_k: moved.keys / q.ranks, t: q.turns, y: moved.own_keys,
         n: moved.steps, k_0: moved.calls, c: steps.column_bytes(q, moved.kv_heads),
     }  # fmt: skip
 

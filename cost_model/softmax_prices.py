@@ -41,12 +41,12 @@ from .symbols import (
     phi,
     r,
     t,
-    t_k,
     tau,
     tau_b,
     u,
     x,
     x_k,
+    y,
 )  # fmt: skip
 
 PAIR_F, PAIR_B = 2 * B * (D + D_v), 2 * B * (3 * D + 2 * D_v)  # FLOP of a (query, key, head): two products, and five
@@ -64,9 +64,8 @@ def _all_to_all() -> Price:
     results of those before. The first turn's come and the last one's go while other turns' are put in order. (Backward, results
     come and queries, keys and values go: the same the other way round.)"""
     queries, results, both = (x - x_k) * D * B * e, (x - x_k) * D_v * B * e, x_k * (D + D_v) * B * e
-    own = (t_k - 1) / Max(1, t - 1)  # 1: each turn has key and value heads of its own; 0: all share them
-    later = (queries + own * both) / t
-    first, come, go = travel(queries / t + both / t_k, 3), travel(later, 1 + 2 * own), travel(results / t, 1)
+    later = (queries + y * both) / t
+    first, come, go = travel(later + (1 - y) * both, 3), travel(later, 1 + 2 * y), travel(results / t, 1)
     put, back = in_order(later), in_order(results / t)
     moved = 2 * in_order(x * ON_HEADS) + first + (t - 1) * come + t * go
     far = x * ON_HEADS * FAR

@@ -66,8 +66,8 @@ class Attention:
 @dataclass(frozen=True)
 class Counts:
     """Over all ranks: `rows` and `columns` that travel, (position, head) pairs of queries and of keys `exchanged`, and of those
-    the `keys`, in `key_turns`. Of the busiest rank: `work`, the (query, key, head) triples it computes. `kv_heads`: heads in
-    which columns travel. `steps` in which they do. `calls` of the kernel for a rank's own block.
+    the `keys`; `own_keys`: 1 where each turn has its own. Of the busiest rank: `work`, the (query, key, head) triples it
+    computes. `kv_heads`: heads in which columns travel. `steps` in which they do. `calls` of the kernel for a rank's own block.
     """
 
     work: float
@@ -78,7 +78,7 @@ class Counts:
     steps: int = 0
     calls: int = 1
     keys: int = 0
-    key_turns: int = 1
+    own_keys: int = 0
 
 
 Runs = np.ndarray  # [ranks, runs, 2]: the intervals of positions each rank holds
@@ -210,7 +210,7 @@ def all_to_all(a: Attention) -> Counts:
     dealt = in_turns(a.q_heads, a.kv_heads, a.ranks, a.turns)
     assert dealt is not None
     work = (_all_pairs(a) if a.work is None else a.work) * most
-    return Counts(work, exchanged=queries + keys, keys=keys, key_turns=max(1, sum(map(any, dealt[1]))))
+    return Counts(work, exchanged=queries + keys, keys=keys, own_keys=int(a.turns > 1 and any(dealt[1][-1])))
 
 
 def gather_kv(a: Attention) -> Counts:

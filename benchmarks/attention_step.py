@@ -16,6 +16,7 @@ torch's own ring attention, on the CPU kernel. Every contender's output is compa
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ SEQ, HEADS, HEAD_DIM = 4096, 8, 64
 TOLERANCE = 1e-4  # of an output or gradient, relative to the largest value: float32 sums in another order
 STRATEGIES = {
     "all-to-all": contiguous,
+    "all-to-all, 2 turns": contiguous,
     "gather-kv": contiguous,
     "ring": head_tail,
     "balanced-ring": contiguous,
@@ -156,13 +158,17 @@ class Attention(nn.Module):
         return scaled_dot_product_attention(q * self.q, k * self.k, v * self.v, is_causal=True, enable_gqa=True)
 
 
-def ours(problem: Problem, strategy: str, mesh: DeviceMesh) -> Contender:
+def ours(problem: Problem, name: str, mesh: DeviceMesh) -> Contender:
     *qkv, whole = problem.values()
-    layout = STRATEGIES[strategy](SEQ, problem.ranks)
+    layout = STRATEGIES[name](SEQ, problem.ranks)
     grad, outs = problem.mine(whole, layout), list[Tensor]()
-    model = Attention()
+    strategy, _, turns = name.partition(", ")
     options = {"compiler": "aot_eager", "seq_dim": {"q": 2, "k": 2, "v": 2}, "check_batch": False}
-    autosp.parallelize(model, mesh, strategy=strategy, **options)
+    model = autosp.parallelize(Attention(), mesh, strategy=strategy, **options)
+    if strategy == "all-to-all":
+        model(*qkv)
+        planned = dataclasses.replace(model.autosp_plan.sites[0], params={"turns": int(turns[0])} if turns else {})
+        model = autosp.parallelize(Attention(), mesh, plan=dataclasses.replace(model.autosp_plan, sites=(planned,)), **options)
 
     def step() -> None:
         model.zero_grad()

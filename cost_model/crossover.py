@@ -20,7 +20,7 @@ from .hardware import Hardware, HardwareError, Level, Link
 from .prices import Values, bound, cost, row
 from .problem import Sizes
 from .states import LinearAttention, chains, nodes
-from .volumes import head_groups
+from .volumes import Attention, head_groups, head_turns
 
 LAYOUTS = {"ring": "head-tail", "ring-a2a": "head-tail", "balanced-ring": "contiguous", "halo": "contiguous"}
 POINT = sympy.Symbol("q", positive=True)  # what varies along an axis
@@ -41,6 +41,8 @@ class Point:
     @property
     def params(self) -> dict[str, int]:
         of = self.sizes
+        if self.strategy == "all-to-all":
+            return {"turns": of.turns} if isinstance(of, Attention) and of.turns > 1 else {}
         own = {"all-scan": "blocks", "two-level": "node", "ring-a2a": "inner"}.get(self.strategy)
         return {own: getattr(of, own)} if own else {}
 
@@ -82,6 +84,8 @@ def variants(strategy: str, sizes: Sizes) -> list[Sizes]:
         return []
     if strategy == "ring-a2a":
         return [replace(sizes.banded, inner=u) for u in head_groups(sizes.ranks, sizes.q_heads)]
+    if strategy == "all-to-all":
+        return [replace(sizes.banded, turns=t) for t in (1, *head_turns(sizes.q_heads, sizes.kv_heads, sizes.ranks))]
     return [sizes.banded]
 
 

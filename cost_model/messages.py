@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from .hardware import Hardware, Level, Link
 from .simulator import COMPUTE, Op
+
+Size = Callable[[int, int], float]  # bytes from a sender to a receiver
+
+
+@dataclass(frozen=True)
+class Started:
+    """All-to-alls that ranks have begun, by name; for each rank the last messages it waits for."""
+
+    groups: Sequence[Sequence[int]]
+    sizes: Mapping[str, Size]
+    messages: Sequence[Sequence[int]]
 
 
 class Ops:
@@ -20,6 +32,7 @@ class Ops:
         self.hardware, self.ranks = hardware, ranks
         self.ops: list[Op] = []
         self.at = [self._add(Op("begin", rank, 0.0)) for rank in range(ranks)]
+        self.begun: list[list[int]] = [[] for _ in range(ranks)]  # what a rank's next all-to-all waits for beside that
 
     def _add(self, op: Op) -> int:
         self.ops.append(op)
@@ -60,32 +73,46 @@ class Ops:
 
     # Collectives: each rank begins when it is there, and goes on when its own messages have come and gone.
 
-    def exchange(self, name: str, groups: Sequence[Sequence[int]], size: Callable[[int, int], float]) -> None:
-        """All-to-all in each group, pair by pair; `size(sender, receiver)` bytes. They are put in order before and after."""
+    def exchange(self, name: str, groups: Sequence[Sequence[int]], size: Size) -> None:
+        """All-to-all in each group, beside which nothing else happens."""
+        self.land(self.start(groups, {name: size}))
 
-        def ordered(rank: int, sizes: Iterable[float]) -> None:
-            self.compute(rank, f"{name}: in order", 2 * sum(sizes) / self.hardware.bandwidth.value)
-
-        several = [group for group in groups if len(group) > 1]
-        for group in several:
-            for rank in group:
-                ordered(rank, (size(rank, to) for to in group))
-        before = self._called(groups, "all_to_all")
-        mine: list[list[int]] = [[] for _ in range(self.ranks)]
+    def start(self, groups: Sequence[Sequence[int]], sizes: Mapping[str, Size]) -> Started:
+        """All-to-alls in each group, by name, put in order; then they begin one after another, after those begun before, pair by
+        pair, and ranks go on."""
+        self._ordered(groups, sizes, coming=False)
         among = max(map(len, groups))
-        for sender, to in (pair for group in groups for pair in self._rounds(group)):
-            if not (many := size(sender, to)):
-                continue
-            level = self.level(sender, to)
-            seconds = _seconds(level.link("all_to_all"), many, level.used(among))
-            number = self.message(name, sender, to, seconds, level, (before[sender], before[to]))
-            mine[sender].append(number)
-            mine[to].append(number)
-        for rank, messages in enumerate(mine):
+        latency = self.hardware.level(among).link("all_to_all").latency.value  # of a rank's first message on each level
+        for name, size in sizes.items():
+            before = [[self.at[rank], *self.begun[rank]] for rank in range(self.ranks)]
+            mine: list[list[int]] = [[] for _ in range(self.ranks)]
+            first = set[tuple[int, str]]()
+            for sender, to in (pair for group in groups for pair in self._rounds(group)):
+                if not (many := size(sender, to)):
+                    continue
+                level = self.level(sender, to)
+                seconds = _seconds(level.link("all_to_all"), many, level.used(among))
+                if (sender, level.name) not in first:
+                    first.add((sender, level.name))
+                    seconds += latency
+                number = self.message(name, sender, to, seconds, level, (*before[sender], *before[to]))
+                mine[sender].append(number)
+                mine[to].append(number)
+            self.begun = [own or self.begun[rank] for rank, own in enumerate(mine)]
+        return Started(groups, sizes, self.begun)
+
+    def land(self, started: Started) -> None:
+        """A rank waits for its own messages of all-to-alls, and puts in order what came."""
+        for rank, messages in enumerate(started.messages):
             self.join(rank, messages)
-        for group in several:
-            for rank in group:
-                ordered(rank, (size(sender, rank) for sender in group))
+        self._ordered(started.groups, started.sizes, coming=True)
+
+    def _ordered(self, groups: Sequence[Sequence[int]], sizes: Mapping[str, Size], coming: bool) -> None:
+        for name, size in sizes.items():
+            for group in (g for g in groups if len(g) > 1):
+                for rank in group:
+                    moved = sum(size(other, rank) if coming else size(rank, other) for other in group)
+                    self.compute(rank, f"{name}: in order", 2 * moved / self.hardware.bandwidth.value)
 
     def around(self, name: str, collective: str, size: float) -> None:
         """All-gather or reduce-scatter of all ranks around a ring: P − 1 messages of `size` bytes to the next rank."""

@@ -67,8 +67,9 @@ class Site:
     `name` is the module path, `kind` is "softmax attention", "pairwise", "linear attention" or "last state"; `sees` says
     what rows see ("mask causal") or what becomes of the state ("state a decay per head"). A state is [head_dim, value_dim]
     a head.
-    `params` are the strategy's own: `inner` ranks that exchange heads, `blocks` of a chain, ranks of a `node`. `saved` says what
-    backward keeps of its layer. `bytes_forward` and `bytes_backward` are what one rank sends, as the mean over ranks.
+    `params` are the strategy's own: `inner` ranks that exchange heads, `turns` in which heads are exchanged and computed,
+    `blocks` of a chain, ranks of a `node`. `saved` says what backward keeps of its layer. `bytes_forward` and `bytes_backward`
+    are what one rank sends, as the mean over ranks.
     """
 
     name: str

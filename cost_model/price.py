@@ -70,11 +70,20 @@ def exchange(sent: Expr, count: Expr) -> Expr:
 
     What goes to a rank must lie in one piece: tensors are read and written once before they are sent, and once after.
     """
+    return 2 * in_order(sent) + travel(sent, count)
+
+
+def in_order(sent: Expr) -> Expr:
+    """What a rank exchanges is read and written."""
+    return 2 * sent * u / Max(1, u - 1) / beta_m
+
+
+def travel(sent: Expr, count: Expr) -> Expr:
+    """An exchange without what is done before and after it."""
     others = Max(1, u - 1)
-    copied = 4 * sent * u / others / beta_m
     near, far = (G_u - 1) / others, (u - G_u) / others
     inside = count * (G_u - 1) * gamma_x + sent * near / beta_x
-    return copied + Min(1, u - 1) * count * alpha_x + Max(inside, count * (u - G_u) * gamma_xf + sent * far / beta_xf)
+    return Min(1, u - 1) * count * alpha_x + Max(inside, count * (u - G_u) * gamma_xf + sent * far / beta_xf)
 
 
 def gathers(sent: Expr, count: int) -> Expr:

@@ -80,11 +80,14 @@ from .symbols import (
     r,
     s,
     s_A,
+    t,
     tau,
     tau_b,
     u,
     w,
     x,
+    x_k,
+    y,
     z,
 )  # fmt: skip
 from .volumes import Attention
@@ -237,7 +240,8 @@ def values_of(strategy: str, q: Attention) -> Values:
     return {
         B: q.batch, S: q.q_seq, T: q.kv_seq, H: q.q_heads, H_kv: q.kv_heads, D: q.head_dim, D_v: q.value_dim, e: q.itemsize,
         a: q.accumulator, P: q.ranks, N: moved.work, m: moved.columns / q.ranks, r: moved.rows / q.ranks,
-        x: moved.exchanged / q.ranks, n: moved.steps, k_0: moved.calls, c: steps.column_bytes(q, moved.kv_heads),
+        x: moved.exchanged / q.ranks, x_k: moved.keys / q.ranks, t: q.turns, y: moved.own_keys,
+        n: moved.steps, k_0: moved.calls, c: steps.column_bytes(q, moved.kv_heads),
     }  # fmt: skip
 
 
@@ -303,9 +307,9 @@ def textbook(strategy: str, causal: bool = True) -> Mapping[sympy.Symbol, Expr]:
     share = (1 + 1 / S) / 2 if causal else Integer(1)
     kv = B * H_kv * (D + D_v) * e
     level = H * S * T * share / P
-    exchanged = (P - 1) / P * (S / P * H + T / P * Max(H_kv, P))
+    keys = (P - 1) / P * T / P * Max(H_kv, P)
     rows: dict[str, dict[sympy.Symbol, Expr]] = {
-        "all-to-all": {N: level, x: exchanged},
+        "all-to-all": {N: level, x: (P - 1) / P * S / P * H + keys, x_k: keys},
         "gather-kv": {N: H * S / P * (T - (S / P - 1) / 2 if causal else T), m: (P - 1) * T / P, c: kv, n: many},
         "ring": {N: level, m: (Rational(3, 4) if causal else 1) * (P - 1) * T / P, c: kv, n: P - 1},
         "ring-a2a": {
@@ -320,7 +324,7 @@ def textbook(strategy: str, causal: bool = True) -> Mapping[sympy.Symbol, Expr]:
         else {N: level, m: (P - 1) * T / P, c: kv, n: P - 1},
         "halo": {N: level, m: (P - 1) * T / P, c: kv, n: P - 1},
     }
-    zero = {q: Integer(0) for q in (x, m, r, n, c)}
+    zero = {q: Integer(0) for q in (x, x_k, m, r, n, c)}
     return {**zero, **rows[strategy]}
 
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from . import work
 from .hardware import Hardware
-from .messages import Ops
+from .messages import Ops, Size, Started
 from .prices import rates
 from .simulator import Op
 from .steps import Blocks, Travel, blocks, column_bytes, travel
-from .volumes import Attention, contiguous, counted, head_tail, needed_heads, shares, visible_pairs
+from .volumes import Attention, contiguous, counted, head_tail, in_turns, needed_heads, shares, visible_pairs
 
 
 @dataclass(frozen=True)
@@ -55,34 +55,44 @@ class Site:
 # All-to-all ---------------------------------------------------------------------------------------
 
 
-def _exchanged(site: Site, near: int, coming: bool) -> None:
-    """Each `near` neighbours exchange heads: what is `coming` to whole positions of some heads, or what goes back."""
-    a, ops = site.a, site.ops
+def _exchanged(site: Site, near: int, coming: bool, q: Sequence[int], kv: Sequence[int]) -> Started:
+    """Each `near` neighbours begin to exchange heads, of which each computes `q` and needs `kv`: what is `coming` to whole
+    positions of some heads, or what goes back."""
+    a = site.a
     rows, columns = shares(a.q_seq, a.ranks), shares(a.kv_seq, a.ranks)
-    q, kv = shares(a.q_heads, near), needed_heads(a.q_heads, a.kv_heads, near)
-    queries = {"queries": a.head_dim, "results": a.value_dim}
-    names = {(False, True): "queries keys values", (False, False): "results", (True, True): "results"}
-    groups = [range(first, first + near) for first in range(0, a.ranks, near)]
-    for name in names.get((site.back, coming), "queries keys values").split():
-        heads, tokens = (q, rows) if name in queries else (kv, columns)
-        number = a.batch * a.itemsize * (a.value_dim if name in ("values", "results") else a.head_dim)
+    numbers = {"queries": a.head_dim, "keys": a.head_dim, "values": a.value_dim, "results": a.value_dim}
+    sizes: dict[str, Size] = {}
+    for name in ("results",) if site.back == coming else ("queries", "keys", "values"):
+        heads, tokens = (q, rows) if name in ("queries", "results") else (kv, columns)
+        number = a.batch * a.itemsize * numbers[name]
 
-        def size(sender: int, to: int, heads: list[int] = heads, tokens: list[int] = tokens, number: int = number) -> float:
+        def size(sender: int, to: int, heads: Sequence[int] = heads, tokens: list[int] = tokens, number: int = number) -> float:
             where, whose = (sender, to) if coming else (to, sender)
             return tokens[where] * heads[whose % near] * number
 
-        what = f"gradients of {name}" if site.back else name
-        ops.exchange(f"{site.way}: {what} to {'heads' if coming else 'positions'}", groups, size)
+        if any(heads):
+            what = f"gradients of {name}" if site.back else name
+            sizes[f"{site.way}: {what} to {'heads' if coming else 'positions'}"] = size
+    return site.ops.start([range(first, first + near) for first in range(0, a.ranks, near)], sizes)
 
 
 def _all_to_all(site: Site) -> None:
-    a = site.a
+    """What comes for all turns travels in their order, and a turn's results follow when it is computed; they are waited for at
+    the end. Backward takes the turns the other way round."""
+    a, ops = site.a, site.ops
     whole = a.work if a.work is not None else float(visible_pairs(a, contiguous(a.q_seq, 1), contiguous(a.kv_seq, 1)).sum())
     calls = counted("all-to-all", a).calls
-    _exchanged(site, a.ranks, coming=True)
-    for rank, heads in enumerate(shares(a.q_heads, a.ranks)):
-        site.ops.compute(rank, f"{site.way}: {heads} of {a.q_heads} heads", site.seconds(whole, heads, calls))
-    _exchanged(site, a.ranks, coming=False)
+    dealt = in_turns(a.q_heads, a.kv_heads, a.ranks, a.turns)
+    assert dealt is not None
+    turns = [*zip(*dealt, strict=True)][:: -1 if site.back else 1]
+    coming, going = [_exchanged(site, a.ranks, True, *turn) for turn in turns], []
+    for turn, came in zip(turns, coming, strict=True):
+        ops.land(came)
+        for rank, heads in enumerate(turn[0]):
+            ops.compute(rank, f"{site.way}: {heads} of {a.q_heads} heads", site.seconds(whole, heads, calls))
+        going.append(_exchanged(site, a.ranks, False, *turn))
+    for went in going:
+        ops.land(went)
 
 
 # Gather -------------------------------------------------------------------------------------------
@@ -162,9 +172,11 @@ def _post(
 
 
 def _ring_a2a(site: Site) -> None:
-    _exchanged(site, site.a.inner, coming=True)
+    a, ops = site.a, site.ops
+    own = shares(a.q_heads, a.inner), needed_heads(a.q_heads, a.kv_heads, a.inner)
+    ops.land(_exchanged(site, a.inner, True, *own))
     _travelling(site, "ring-a2a")
-    _exchanged(site, site.a.inner, coming=False)
+    ops.land(_exchanged(site, a.inner, False, *own))
 
 
 PROGRAMS: dict[str, Callable[[Site], None]] = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sympy import Expr, Integer, Max, Min
 
-from .price import FAR, Pass, Price, exchange, gathers, hidden, many, scatters
+from .price import FAR, Pass, Price, exchange, gathers, hidden, in_order, many, scatters, travel
 from .symbols import (
     N_0,
     B,
@@ -38,11 +38,15 @@ from .symbols import (
     k_0,
     m,
     n,
+    phi,
     r,
+    t,
     tau,
     tau_b,
     u,
     x,
+    x_k,
+    y,
 )  # fmt: skip
 
 PAIR_F, PAIR_B = 2 * B * (D + D_v), 2 * B * (3 * D + 2 * D_v)  # FLOP of a (query, key, head): two products, and five
@@ -56,18 +60,27 @@ PAIRS = {"forward": (PAIR_F / F_f, tau), "backward": (PAIR_B / F_b, tau_b)}  # s
 
 
 def _all_to_all() -> Price:
-    forward, backward = (N * each + k_0 * call for each, call in PAIRS.values())
-    sent, moved = x * ON_HEADS, exchange(x * ON_HEADS, 4)
-    far = sent * FAR
+    """While a turn's heads are computed and what it exchanges is put in order, what comes for the next turns travels, and the
+    results of those before. The first turn's come and the last one's go while other turns' are put in order. (Backward, results
+    come and queries, keys and values go: the same the other way round.)"""
+    queries, results, both = (x - x_k) * D * B * e, (x - x_k) * D_v * B * e, x_k * (D + D_v) * B * e
+    later = (queries + y * both) / t
+    first, come, go = travel(later + (1 - y) * both, 3), travel(later, 1 + 2 * y), travel(results / t, 1)
+    put, back = in_order(later), in_order(results / t)
+    moved = 2 * in_order(x * ON_HEADS) + first + (t - 1) * come + t * go
+    far = x * ON_HEADS * FAR
+
+    def way(direction: str) -> Pass:
+        each, call = PAIRS[direction]
+        turn = N * each / t + k_0 * call + put + back
+        more = t - 1
+        beside = Min(more * (come + go), more * (come + turn), more * (go + turn), t * turn)
+        hides = phi * (beside + Min(first, more * put) + Min(go, more * back))
+        return Pass(N * each + t * k_0 * call, moved, moved - hides, x * ON_HEADS, far)
+
     again = Max(0, P / H_kv - 1) * T / P * B * H_kv * (D + D_v) * e  # key/value heads that several ranks need
     saved = SAVED + again + many * ROWS * D_v * e  # all on heads, and what came back
-    return Price(
-        Pass(forward, moved, moved, sent, far),
-        Pass(backward, moved, moved, sent, far),
-        saved,
-        2 * SAVED,
-        saved,
-    )
+    return Price(way("forward"), way("backward"), saved, 2 * SAVED, saved)
 
 
 def _gather_kv() -> Price:

@@ -7,6 +7,7 @@ needs it. `prices` turns counts into bytes and seconds.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,12 +19,12 @@ class Attention:
     """Sizes of one attention: heads [H, H_kv], lengths [S, T], sizes [D, D_v], bytes an element, ranks.
 
     Row i sees at most the columns [i − before, i + after]: (T, 0) is causal, (W − 1, 0) a window, None no limit.
-    `inner` ranks exchange heads in ring × all-to-all. `latent` is the bytes of one position's keys and values where they travel
-    as something smaller that they are computed from (0: they do not). `folded`: ranks hold the model's sequence in
-    head-tail layout. `by_rows`: no one kernel covers it; blocks of rows are computed with a mask made for each, and again before
-    their gradients are. What has been counted on the mask at hand takes the place of what follows from the band: `moved`,
-    rows and columns sent over all ranks; `work`, pairs of the busiest rank for each head; `steps`; `calls` of the kernel for
-    a rank's own block.
+    `inner` ranks exchange heads in ring × all-to-all; `turns` in which all-to-all computes a rank's heads. `latent` is the bytes
+    of one position's keys and values where they travel as something smaller that they are computed from (0: they do not).
+    `folded`: ranks hold the model's sequence in head-tail layout. `by_rows`: no one kernel covers it; blocks of rows are
+    computed with a mask made for each, and again before their gradients are. What has been counted on the mask at hand takes the
+    place of what follows from the band: `moved`, rows and columns sent over all ranks; `work`, pairs of the busiest rank for
+    each head; `steps`; `calls` of the kernel for a rank's own block.
     """
 
     batch: int
@@ -38,6 +39,7 @@ class Attention:
     before: int | None = None
     after: int | None = None
     inner: int = 1
+    turns: int = 1
     latent: int = 0
     folded: bool = False
     by_rows: bool = False
@@ -63,9 +65,9 @@ class Attention:
 
 @dataclass(frozen=True)
 class Counts:
-    """Over all ranks: `rows` and `columns` that travel, (position, head) pairs of queries and of keys `exchanged`. Of the busiest
-    rank: `work`, the (query, key, head) triples it computes. `kv_heads`: heads in which columns travel. `steps` in which they do.
-    `calls` of the kernel for a rank's own block.
+    """Over all ranks: `rows` and `columns` that travel, (position, head) pairs of queries and of keys `exchanged`, and of those
+    the `keys`; `own_keys`: 1 where each turn has its own. Of the busiest rank: `work`, the (query, key, head) triples it
+    computes. `kv_heads`: heads in which columns travel. `steps` in which they do. `calls` of the kernel for a rank's own block.
     """
 
     work: float
@@ -75,6 +77,8 @@ class Counts:
     kv_heads: int = 0
     steps: int = 0
     calls: int = 1
+    keys: int = 0
+    own_keys: int = 0
 
 
 Runs = np.ndarray  # [ranks, runs, 2]: the intervals of positions each rank holds
@@ -154,15 +158,34 @@ def needed_heads(heads: int, shared: int, parts: int) -> list[int]:
     return [int(-(-last // groups) - first // groups) if first < last else 0 for first, last in _split(heads, parts)]
 
 
-def _exchanged(a: Attention, near: int) -> int:
-    """(Position, head) pairs that change hands within groups of `near` ranks, over all ranks."""
+@functools.lru_cache(maxsize=4096)
+def in_turns(heads: int, kv_heads: int, ranks: int, turns: int) -> tuple[list[list[int]], list[list[int]]] | None:
+    """[turn][rank]: heads that are computed, and key/value heads that come for them; those that every turn needs come for the
+    first. None where only some turns of a rank share one, which would come twice."""
+    groups = max(1, heads // max(1, kv_heads))
+    own = [[(a + c, a + d) for c, d in _split(b - a, turns)] for a, b in _split(heads, ranks)]
+    needed = [[(c // groups, -(-d // groups)) if c < d else (c // groups, c // groups) for c, d in each] for each in own]
+    shared = all(len(set(each)) == 1 for each in needed)
+    if not shared and any(b > c for (_, b), (c, _) in itertools.pairwise(itertools.chain(*needed))):
+        return None
+    queries, keys = ([[int(b - a) for a, b in each] for each in zip(*x, strict=True)] for x in (own, needed))
+    return queries, [keys[0], *([0] * ranks for _ in range(turns - 1))] if shared else keys
+
+
+def head_turns(heads: int, kv_heads: int, ranks: int) -> list[int]:
+    """In how many turns, beside one, ranks may compute their heads: each has some in every turn."""
+    return [t for t in (2, 4) if 1 < ranks <= heads // t and in_turns(heads, kv_heads, ranks, t)]
+
+
+def _exchanged(a: Attention, near: int) -> tuple[int, int]:
+    """(Position, head) pairs of queries and of keys that change hands within groups of `near` ranks, over all ranks."""
     heads, kv = np.diff(_split(a.q_heads, near))[:, 0], np.array(needed_heads(a.q_heads, a.kv_heads, near))
-    total = 0
-    for length, counts in ((a.q_seq, heads), (a.kv_seq, kv)):
+
+    def moved(length: int, counts: np.ndarray) -> int:
         tokens = np.diff(_split(length, a.ranks))[:, 0]
-        here = np.arange(a.ranks) % near
-        total += int((tokens * (counts.sum() - counts[here])).sum())
-    return total
+        return int((tokens * (counts.sum() - counts[np.arange(a.ranks) % near])).sum())
+
+    return moved(a.q_seq, heads), moved(a.kv_seq, kv)
 
 
 def _ring(a: Attention, hold: Callable[[int, int], Runs]) -> Counts:
@@ -183,7 +206,11 @@ def _steps(a: Attention, needed: np.ndarray) -> int:
 
 def all_to_all(a: Attention) -> Counts:
     most = -(-a.q_heads // a.ranks)
-    return Counts((_all_pairs(a) if a.work is None else a.work) * most, exchanged=_exchanged(a, a.ranks))
+    queries, keys = _exchanged(a, a.ranks)
+    dealt = in_turns(a.q_heads, a.kv_heads, a.ranks, a.turns)
+    assert dealt is not None
+    work = (_all_pairs(a) if a.work is None else a.work) * most
+    return Counts(work, exchanged=queries + keys, keys=keys, own_keys=int(a.turns > 1 and any(dealt[1][-1])))
 
 
 def gather_kv(a: Attention) -> Counts:
@@ -216,7 +243,7 @@ def ring_a2a(a: Attention) -> Counts:
     moved = a.moved or (0, int(needed.sum() - np.trace(needed)))
     work = _busiest(a, head_tail, places) * -(-a.q_heads // a.inner)
     steps = _steps(a, needed) if places > 1 else 0
-    return Counts(work, *moved, _exchanged(a, a.inner), kv, steps, _folded_calls(a, places))
+    return Counts(work, *moved, sum(_exchanged(a, a.inner)), kv, steps, _folded_calls(a, places))
 
 
 def balanced_ring(a: Attention) -> Counts:

@@ -410,7 +410,7 @@ def to_sequence(
 ) -> Tensor:
     """My heads of all positions -> all heads of my positions: the way back from `to_heads`.
 
-    x: [.., my heads, .., all positions, ..]; `heads` (of the ranks near me) must be a partition of all heads in rank order.
+    x: [.., my heads, .., all positions, ..]. One rank's heads (of the ranks near me) come after another's.
     """
     heads, shards = _near(heads, shards, near)
     rows = x.movedim((head_dim, seq_dim), (0, 1))
@@ -428,6 +428,28 @@ def to_sequence(
     received = [(b - a) * held * rest for a, b in heads]
     got = _all_to_all(sent, sizes, received, group)
     return got.reshape(sum(b - a for a, b in heads), held, *rows.shape[2:]).movedim((0, 1), (head_dim, seq_dim))
+
+
+def by_turns(x: Tensor, dim: int, turns: Sequence[Sequence[Interval]]) -> list[Tensor]:
+    """All heads along `dim` -> those of each turn, one rank's after another's.
+
+    `turns[i][r]` are those that rank r computes in turn i: one rank's turns follow each other, one rank's heads another's.
+    """
+    wide = [[b - a for a, b in each] for each in turns]
+    if len({w for each in wide for w in each}) == 1:
+        parts = x.unflatten(dim, (len(wide[0]), len(wide), wide[0][0])).unbind(dim + 1)
+        return [part.flatten(dim, dim + 1) for part in parts]
+    pieces = x.split([w for of_rank in zip(*wide, strict=True) for w in of_rank], dim)
+    return [torch.cat(pieces[i :: len(wide)], dim) for i in range(len(wide))]
+
+
+def from_turns(parts: Sequence[Tensor], dim: int, turns: Sequence[Sequence[Interval]]) -> Tensor:
+    """The way back from `by_turns`."""
+    wide = [[b - a for a, b in each] for each in turns]
+    if len({w for each in wide for w in each}) == 1:
+        return torch.stack([part.unflatten(dim, (-1, wide[0][0])) for part in parts], dim + 1).flatten(dim, dim + 2)
+    pieces = [part.split(each, dim) for part, each in zip(parts, wide, strict=True)]
+    return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank], dim)
 
 
 # Parameters ---------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ arithmetic on these intervals; nothing here touches a tensor.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Interval = tuple[int, int]
@@ -192,6 +194,18 @@ def concatenated(parts: list[Layout]) -> Layout:
 def split(count: int, ranks: int) -> tuple[Interval, ...]:
     """`count` things cut into `ranks` runs whose sizes differ by at most one (some may be empty)."""
     return tuple((r * count // ranks, (r + 1) * count // ranks) for r in range(ranks))
+
+
+def in_turns(heads: Sequence[Interval], turns: int) -> tuple[tuple[Interval, ...], ...]:
+    """[turn][rank]: each rank's interval of heads, cut into as many."""
+    cut = [[(a + first, a + last) for first, last in split(b - a, turns)] for a, b in heads]
+    return tuple(zip(*cut, strict=True))
+
+
+def in_a_row(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
+    """As long, each where the one before ends, from 0."""
+    ends = itertools.accumulate((b - a for a, b in intervals), initial=0)
+    return tuple(itertools.pairwise(ends))
 
 
 def kv_heads(q_heads: Interval, groups: int) -> Interval:

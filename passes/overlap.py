@@ -1,13 +1,15 @@
 """Exchanges start as early and are waited for as late as what depends on them allows, in graphs that PyTorch's partitioner made.
 
-Exchanges keep their order, so ranks still meet in the same one. Between two of them first comes what the next one needs; what it
-does not need is computed while that one travels. So gradients of weights hide an exchange on the way to the layer before, and
-the rest of backward hides the reduction of a bucket of gradients. Parameters in parts are gathered one layer ahead. Copies to and
-from the host start where `host.to_host` puts them, and keep their place among exchanges.
+Exchanges keep their order, so ranks still meet in the same one. Between two of them first comes what the next one needs, and of
+that first what waits for nothing; what it does not need is computed while that one travels. So gradients of weights hide an
+exchange on the way to the layer before, some heads of an attention hide what others exchange, and the rest of backward hides the
+reduction of a bucket of gradients. Parameters in parts are gathered one layer ahead. Copies to and from the host start where
+`host.to_host` puts them, and keep their place among exchanges.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable
 
 import torch
@@ -37,11 +39,7 @@ def overlap(graph: fx.Graph, communicates: Callable[[object], bool]) -> None:
             order.place(node)
             order.put_ready(pending)
             pending = [n for n in pending if n not in order.placed]
-    for node in pending:
-        if not _waits(node):
-            order.place(node)
-    for node in pending:
-        order.place(node)
+    order.place(*pending)
     inputs = [n for n in nodes if n.op == "placeholder"]
     last = inputs[-1] if inputs else None
     for node in [*order.sequence, *(n for n in nodes if _writes(n) and n.op != "output")]:
@@ -54,7 +52,7 @@ def overlap(graph: fx.Graph, communicates: Callable[[object], bool]) -> None:
 
 
 class _Order:
-    """Nodes placed so far. A wait is placed with the first node that needs it."""
+    """Nodes placed so far."""
 
     def __init__(self, body: Iterable[fx.Node]) -> None:
         self._position = {n: i for i, n in enumerate(body)}
@@ -68,28 +66,32 @@ class _Order:
     def put_ready(self, nodes: Iterable[fx.Node]) -> None:
         """Of some nodes in order, those that no wait is missing for."""
         for node in nodes:
-            inputs = node.all_input_nodes
-            if node not in self.placed and not _waits(node) and all(x in self.placed or x not in self._position for x in inputs):
+            if node not in self.placed and not _waits(node) and not self._missing(node):
                 self.put(node)
 
-    def place(self, node: fx.Node) -> None:
-        """With all that it needs and has no place yet, in the order in which that was."""
-        needed, stack = set[fx.Node](), [node]
+    def _missing(self, node: fx.Node) -> list[fx.Node]:
+        return [x for x in node.all_input_nodes if x in self._position and x not in self.placed]
+
+    def place(self, *nodes: fx.Node) -> None:
+        """With all that they need and has no place yet, in the order in which that was; but a wait only when nothing is left that
+        needs none."""
+        needed, stack = dict[fx.Node, int](), [x for x in nodes if x not in self.placed]
         while stack:
             x = stack.pop()
-            if x in self._position and x not in self.placed and x not in needed:
-                needed.add(x)
-                stack += x.all_input_nodes
-        for x in sorted(needed, key=self._position.__getitem__):
-            if not _waits(x) or x is node:
-                self._put_after_waits(x)
-
-    def _put_after_waits(self, node: fx.Node) -> None:
-        for x in node.all_input_nodes:
-            if x in self._position and x not in self.placed:
-                self._put_after_waits(x)
-        if node not in self.placed:
+            if x not in needed:
+                missing = self._missing(x)
+                needed[x] = len(missing)
+                stack += missing
+        free = [(_waits(x), self._position[x], x) for x, count in needed.items() if not count]
+        heapq.heapify(free)
+        while free:
+            *_, node = heapq.heappop(free)
             self.put(node)
+            for user in node.users:
+                if user in needed:
+                    needed[user] -= 1
+                    if not needed[user]:
+                        heapq.heappush(free, (_waits(user), self._position[user], user))
 
 
 def _waits(node: fx.Node) -> bool:

@@ -40,6 +40,11 @@ class Heads:
     def whole(self) -> bool:
         return self.count == self.total
 
+    def evenly(self, groups: int) -> bool:
+        """Whether as many of them read each key/value head at hand: whole groups of query heads, or some of one group."""
+        whole, one = self.first % groups == self.last % groups == 0, (self.last - 1) // groups == self.first // groups
+        return self.count > 0 and (whole or one)
+
 
 @dataclass
 class ProgramBuilder:
@@ -168,10 +173,10 @@ class ProgramBuilder:
         return self.graph, kernel
 
     def _shared(self, qkv: Sequence[Use]) -> list[fx.Node]:
-        """Queries, and keys and values with their own heads where the program's query heads stand over whole groups of them."""
+        """Queries, and keys and values with their own heads where as many of the program's query heads read each."""
         sources = [self.region.repeated.get(use, use) for use in qkv[1:]]
         groups = {self.region.groups.get(use, 1) for use in sources}
-        aligned = len(groups) == 1 and all(self.heads.first % g == 0 and self.heads.last % g == 0 for g in groups)
+        aligned = len(groups) == 1 and all(map(self.heads.evenly, groups))
         kv = [self.values[use] for use in sources] if aligned else [self._grouped(use) for use in qkv[1:]]
         return [self._whole(qkv[0]), *kv]
 
@@ -230,7 +235,7 @@ class ProgramBuilder:
         uses = [region.reads[((node, region.axes), i)] for i in (1, 2)]
         grouped = [u in region.groups and u not in region.repeated for u in uses]
         groups = {region.groups[u] for u, g in zip(uses, grouped, strict=True) if g}
-        aligned = all(self.heads.first % g == 0 and self.heads.last % g == 0 for g in groups)
+        aligned = all(map(self.heads.evenly, groups))
         if any(grouped) and not (aligned and all(grouped) and len(groups) == 1):
             k, v = (self.expanded(u) if g else x for x, u, g in zip((k, v), uses, grouped, strict=True))
             grouped = [False, False]

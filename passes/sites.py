@@ -5,7 +5,9 @@ A strategy takes a region and gives a `Recipe`, so an attention is placed and em
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,10 +15,10 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..kernels import attend, comm, random
-from ..kernels.layout import Interval, Intervals, Layout, kv_heads, split
+from ..kernels.layout import Interval, Intervals, Layout, in_a_row, in_turns, kv_heads, split
 from ..kernels.schedule import least_strip, looked_at, placed, strip_rows
 from ..kernels.sight import Causal, Everything, Grid, Sight
-from .detect import SDPA, Axes, Region, Use
+from .detect import SDPA, Region, Use
 from .facts import Facts, is_float
 from .form import along_columns
 from .mask import BatchSight, Sights
@@ -65,6 +67,7 @@ class SiteContext:
 
 
 Move = Callable[[Builder, fx.Node], fx.Node]
+Turns = Sequence[Sequence[Interval]]  # [turn][rank]: the heads computed there
 
 
 @dataclass(frozen=True)
@@ -101,21 +104,33 @@ def gather_kv(region: Region, ctx: SiteContext) -> Recipe:
     return Recipe(Shard(row_of(region), region.row), demands(leaves), emit)
 
 
-def all_to_all(region: Region, ctx: SiteContext) -> Recipe:
-    """Every rank computes some heads over the whole sequence (Ulysses), uneven heads included."""
+def all_to_all(region: Region, ctx: SiteContext, turns: int = 1) -> Recipe:
+    """Every rank computes some heads over the whole sequence (Ulysses), uneven heads included.
+
+    In several turns each computes some of its heads, while those of the next turn come and results of the one before go back.
+    """
     assert region.axes.head is not None
-    heads = split(region.heads, ctx.ranks)
+    head, row = region.axes.head, row_of(region)
+    heads = in_turns(split(region.heads, ctx.ranks), turns)
     leaves = {use: _by_heads(use, region, heads, ctx) for use in region.leaves}
 
     def emit(b: Builder, values: Sequence[fx.Node]) -> fx.Node:
-        here = moved(b, leaves, values)
-        first, last = heads[b.rank]
-        out = _computed(b, region, ctx, here, Heads(first, last, region.heads), ((0, region.row.length),))
+        arriving = [leaf.move(b, x) for leaf, x in zip(leaves.values(), values, strict=True)]
+        # Exchanges keep this order, and `overlap` starts each as early as it can: all before the first attention, and a turn's
+        # results go back before the next turn's attention. Backward is the same the other way round.
+        here = [{use: next(x) for use, x in zip(leaves, arriving, strict=True)} for _ in heads]
+        results = []
+        for at_hand, each in zip(here, heads, strict=True):
+            results.append(_computed(b, region, ctx, at_hand, Heads(*each[b.rank], region.heads), ((0, region.row.length),)))
         if b.ranks == 1:
-            return out
-        return b.call(comm.to_sequence, out, region.axes.head, row_of(region), heads, region.row.shards, b.rank, b.group)
+            return results[0]
+        back = [
+            b.call(comm.to_sequence, out, head, row, each, region.row.shards, b.rank, b.group)
+            for out, each in zip(results, heads, strict=True)
+        ]
+        return b.call(comm.from_turns, back, head, heads) if turns > 1 else back[0]
 
-    return Recipe(Shard(row_of(region), region.row), demands(leaves), emit)
+    return Recipe(Shard(row, region.row), tuple((use[0], leaf.demand) for use, leaf in leaves.items()), emit)
 
 
 def no_heads(region: Region, ctx: SiteContext) -> str | None:
@@ -196,25 +211,46 @@ def _gathered(use: Use, dim: int, ctx: SiteContext) -> Leaf:
     return Leaf(Shard(dim, layout), move)
 
 
-def _by_heads(use: Use, region: Region, heads: Sequence[Interval], ctx: SiteContext) -> Leaf:
+@dataclass(frozen=True)
+class _Arriving:
+    """As `Leaf`, in turns: what `move` emits for a turn when it is asked for it; turns that need the same share it."""
+
+    demand: Placement
+    move: Callable[[Builder, fx.Node], Iterator[fx.Node]]
+
+
+def _by_heads(use: Use, region: Region, turns: Turns, ctx: SiteContext) -> _Arriving:
     node, axes = use
     seq = axes.row if axes.row is not None else axes.col
     both = axes.row is not None and axes.col is not None
-    if axes.head is not None and shape(node)[axes.head] == 1 and region.heads > 1 and use not in region.groups:
-        # stretched over all heads
-        axes = Axes(axes.row, axes.col, None)
-    mine = tuple(kv_heads(h, region.groups.get(use, 1)) for h in heads)
+    head = axes.head
+    if head is not None and shape(node)[head] == 1 and region.heads > 1 and use not in region.groups:
+        head = None  # stretched over all heads
+    needed = tuple(tuple(kv_heads(h, region.groups.get(use, 1)) for h in each) for each in turns)
     if not ctx.travels(use) or both or seq is None or (layout := _layout(use, seq, region, ctx)) is None:
-        if axes.head is None:
-            return Leaf(V, stay)
-        return Leaf(V, lambda b, x: b.call(aten.narrow.default, x, axes.head, mine[b.rank][0], mine[b.rank][1] - mine[b.rank][0]))
-    if axes.head is None:
-        return _gathered(use, seq, ctx)
+        if head is None:
+            return _Arriving(V, lambda b, x: itertools.repeat(x))
+        return _Arriving(V, lambda b, x: (_mine(b, x, head, each) for each in needed))
+    if head is None:
+        leaf = _gathered(use, seq, ctx)
+        return _Arriving(leaf.demand, lambda b, x: itertools.repeat(leaf.move(b, x)))
 
-    def move(b: Builder, x: fx.Node) -> fx.Node:
-        return b.call(comm.to_heads, x, axes.head, seq, mine, layout.shards, b.rank, b.group) if b.ranks > 1 else x
+    def exchange(b: Builder, x: fx.Node, heads: Sequence[Interval]) -> fx.Node:
+        return b.call(comm.to_heads, x, head, seq, heads, layout.shards, b.rank, b.group) if b.ranks > 1 else x
 
-    return Leaf(Shard(seq, layout), move)
+    def move(b: Builder, x: fx.Node) -> Iterator[fx.Node]:
+        if len(set(needed)) == 1:
+            yield from itertools.repeat(exchange(b, x, needed[0]))
+        parts = b.call(comm.by_turns, x, head, needed)
+        for i, each in enumerate(needed):
+            yield exchange(b, b.call(operator.getitem, parts, i), in_a_row(each))
+
+    return _Arriving(Shard(seq, layout), move)
+
+
+def _mine(b: Builder, x: fx.Node, head: int, heads: Sequence[Interval]) -> fx.Node:
+    first, last = heads[b.rank]
+    return b.call(aten.narrow.default, x, head, first, last - first)
 
 
 def _layout(use: Use, seq: int, region: Region, ctx: SiteContext) -> Layout | None:
@@ -321,7 +357,7 @@ def _direct(
         return None  # something is computed between the leaves and the attention
     groups = {region.groups.get(s, 1) for s in sources}
     values = [leaves[s] for s in sources]
-    if len(groups) > 1 or any(heads.first % g or heads.last % g for g in groups):
+    if len(groups) > 1 or not all(map(heads.evenly, groups)):
         values = [_expanded(b, region, s, x, heads) for s, x in zip(sources, values, strict=True)]
         groups = {1}
     return b.call(SDPA, leaves[q], *values, None, 0.0, causal, scale=argument(node, "scale"), enable_gqa=groups != {1})

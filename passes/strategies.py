@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ..cost_model.volumes import head_turns
 from ..kernels.layout import Layout
 from ..kernels.sight import Causal, Everything
 from .blockwise import BLOCKWISE, Blockwise
@@ -45,8 +47,24 @@ class Strategy:
         return {"work": self.work(region, ctx), "by_rows": by_rows, "calls": calls}
 
 
+@dataclass(frozen=True)
+class InTurns(Strategy):
+    """All-to-all; in several turns, a strategy for each number of them."""
+
+    def variants(self, region: Region, ctx: SiteContext) -> tuple[Strategy, ...]:
+        groups = {1, *region.groups.values()}
+        allowed = set.intersection(*(set(head_turns(region.heads, region.heads // g, ctx.ranks)) for g in groups))
+        return (
+            self,
+            *(replace(self, lower=functools.partial(all_to_all, turns=t), params=(("turns", t),)) for t in sorted(allowed)),
+        )
+
+    def counted(self, region: Region, ctx: SiteContext) -> dict[str, Any]:
+        return {**super().counted(region, ctx), **dict(self.params)}
+
+
 LOWERINGS: dict[str, Strategy | Blockwise] = {
-    "all-to-all": Strategy(all_to_all, no_heads, pairs_of_all, (Everything, Causal)),
+    "all-to-all": InTurns(all_to_all, no_heads, pairs_of_all, (Everything, Causal)),
     "gather-kv": Strategy(gather_kv, lambda region, ctx: None, pairs_of_rows, (Everything,)),
     **BLOCKWISE,
 }

@@ -27,15 +27,16 @@ aten = torch.ops.aten
 PLANNER = Planner(load("cpu"))
 
 
-def only(**params: int) -> Decide:
-    """The planner, left with those candidates of a strategy with parameters that have these."""
+def only(planner: Planner = PLANNER, /, **params: int) -> Decide:
+    """A planner, left with those candidates of a strategy that have these parameters, where any has."""
 
     def decide(problem: Problem) -> Decision:
-        sites = tuple(
-            replace(s, candidates=tuple(c for c in s.candidates if not c.params or dict(c.params) == params))
-            for s in problem.sites
-        )
-        return PLANNER(replace(problem, sites=sites))
+        sites = []
+        for s in problem.sites:
+            having = {c.strategy for c in s.candidates if dict(c.params) == params}
+            kept = tuple(c for c in s.candidates if c.strategy not in having or dict(c.params) == params)
+            sites.append(replace(s, candidates=kept))
+        return planner(replace(problem, sites=tuple(sites)))
 
     return decide
 

@@ -40,7 +40,7 @@ def test_work_that_the_next_exchange_does_not_need_runs_while_it_travels() -> No
         ("late", WORK, ("q", "x")), ("out", WORK, ("got_k", "got_v")), ("", None, ("out", "late")),
     )  # fmt: skip
     overlap(graph, communicates)
-    assert names(graph) == ["x", "v", "send_v", "q", "k", "send_k", "late", "got_k", "got_v", "out", "output"]
+    assert names(graph) == ["x", "v", "send_v", "q", "k", "send_k", "late", "got_v", "got_k", "out", "output"]
 
 
 def test_a_wait_comes_with_what_needs_it_and_writes_come_last() -> None:
@@ -59,7 +59,17 @@ def test_what_is_ready_runs_before_an_exchange_that_ends_when_it_is_called() -> 
         ("late", WORK, ("x", "x")), ("", None, ("gradient", "waits", "blocks", "late")),
     )  # fmt: skip
     overlap(graph, communicates)
-    assert names(graph) == ["x", "w", "a", "gradient", "blocks", "got", "waits", "late", "output"]
+    assert names(graph) == ["x", "w", "a", "gradient", "blocks", "late", "got", "waits", "output"]
+
+
+def test_what_has_come_is_used_while_the_rest_travels() -> None:
+    graph = graph_of(
+        ("x", None, ()), ("a", START, ("x",)), ("b", START, ("x",)), ("got_a", WAIT, ("a",)), ("got_b", WAIT, ("b",)),
+        ("p", WORK, ("got_a", "x")), ("q", WORK, ("got_b", "x")), ("both", WORK, ("p", "q")), ("c", START, ("both",)),
+        ("got_c", WAIT, ("c",)), ("", None, ("got_c",)),
+    )  # fmt: skip
+    overlap(graph, communicates)
+    assert names(graph) == ["x", "a", "b", "got_a", "p", "got_b", "q", "both", "c", "got_c", "output"]
 
 
 def between(found: Traced, which: int) -> list[int]:

@@ -24,7 +24,7 @@ from autosp.cost_model.problem import SAVES, Candidate, Decision, Exchange, Laye
 from autosp.cost_model.states import LinearAttention
 from autosp.cost_model.symbols import QUANTITIES, D, D_v, H, H_kv, P, S, T, a, e, u
 from autosp.cost_model.symbols import B as BATCH
-from autosp.cost_model.volumes import Attention
+from autosp.cost_model.volumes import Attention, head_turns
 
 MACHINES = ("h100", "a100-80", "mi300x", "cpu")
 Sizes = Attention | LinearAttention
@@ -44,9 +44,10 @@ def attention(draw: st.DrawFn, window: bool = True, divides: bool = False) -> At
     masks = [(None, None), (seq, 0)] + [(draw(st.integers(0, seq)), 0)] * window
     before, after = draw(st.sampled_from(masks))
     inner = draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
+    turns = draw(st.sampled_from([1, *head_turns(kv * groups, kv, ranks)]))
     return Attention(
         draw(st.integers(1, 3)), kv * groups, kv, seq, seq, draw(st.sampled_from((8, 64))), draw(st.sampled_from((8, 128))),
-        draw(st.sampled_from((2, 4))), ranks, before, after, inner,
+        draw(st.sampled_from((2, 4))), ranks, before, after, inner, turns,
     )  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def test_every_number_is_an_amount(strategy: str, linear: bool, data: st.DataObj
 @given(data=st.data(), machine=st.sampled_from(MACHINES))
 @quick
 def test_one_rank_communicates_nothing(strategy: str, linear: bool, data: st.DataObject, machine: str) -> None:
-    alone = dataclasses.replace(data.draw(sizes(linear)), ranks=1, **({} if linear else {"inner": 1}))
+    alone = dataclasses.replace(data.draw(sizes(linear)), ranks=1, **({} if linear else {"inner": 1, "turns": 1}))
     c = priced(strategy, alone, machine)
     assert [*c.forward[1:], *c.backward[1:]] == [0] * 8 and prices.sent(strategy, alone) == (0, 0)
 
@@ -132,7 +133,7 @@ def test_a_larger_batch_through_a_chain_takes_no_less() -> None:
 @quick
 def test_more_key_heads_take_no_less(strategy: str, data: st.DataObject, factor: int) -> None:
     few = data.draw(attention())
-    few = dataclasses.replace(few, q_heads=few.q_heads * factor)
+    few = dataclasses.replace(few, q_heads=few.q_heads * factor, turns=1)
     many = dataclasses.replace(few, kv_heads=few.kv_heads * factor)
     less, more = priced(strategy, few), priced(strategy, many)
     assert more.communication >= less.communication * (1 - 1e-9) and sum(more.sent) >= sum(less.sent) - 1
@@ -247,6 +248,8 @@ def test_the_document_s_formulas_are_the_code_s(key: tuple[str, bool, str, str])
     sized: list[Sizes] = [
         dataclasses.replace(HEADS, inner=2),
         dataclasses.replace(HEADS, ranks=16, q_seq=999, kv_seq=999, inner=4),
+        dataclasses.replace(HEADS, q_heads=32, inner=2, turns=4),
+        dataclasses.replace(HEADS, q_heads=32, kv_heads=16, inner=2, turns=2),
     ]
     if linear:
         sized = [DELTA, dataclasses.replace(DELTA, ranks=16, relaid=True), dataclasses.replace(DELTA, remove=False, decays=128)]

@@ -19,7 +19,7 @@ from autosp.cost_model.simulator import COMPUTE, Op, SimulationError, simulate
 from autosp.cost_model.states import LinearAttention
 from autosp.cost_model.steps import travel
 from autosp.cost_model.training_step import simulated, site_ops
-from autosp.cost_model.volumes import Attention
+from autosp.cost_model.volumes import Attention, head_turns
 
 DTYPES = {"h200": "bfloat16", "h100": "bfloat16", "mi300x": "bfloat16", "cpu": "float32"}
 ALL = [*((s, False) for s in COSTS), *((s, True) for s in LINEAR_COSTS)]
@@ -48,6 +48,12 @@ def softmax(strategy: str, ranks: int, tokens: int, heads: tuple[int, int], item
     band = (tokens - 1, 0) if strategy == "halo" else (seq, 0) if causal else (None, None)
     inner = {1: 1, 2: 2, 3: 3, 4: 2, 8: 4}.get(ranks, 8) if strategy == "ring-a2a" else 1
     return Attention(1, *heads, seq, seq, 128, 128, itemsize, ranks, *band, inner)
+
+
+def in_turns(ranks: int, tokens: int, itemsize: int) -> list[Attention]:
+    """Heads in 2 and in 4 turns, that have key/value heads of their own or share them."""
+    found = [softmax("all-to-all", ranks, tokens, heads, itemsize) for heads in ((192, 192), (4 * ranks, 1))]
+    return [dataclasses.replace(of, turns=turns) for of, turns in zip(found, (2, 4), strict=True)]
 
 
 def recurrent(strategy: str, ranks: int, tokens: int, itemsize: int, remove: bool, blocks: int = 8) -> LinearAttention:
@@ -86,7 +92,8 @@ def test_closed_forms_are_the_simulation_s(strategy: str, linear: bool, name: st
         cases = [recurrent(strategy, ranks, tokens, itemsize, r) for tokens in (1024, 16384) for r in (False, True)]
     else:
         cases = [softmax(strategy, ranks, tokens, h, itemsize) for tokens in (256, 8192) for h in ((192, 192), (192, 64))]
-        cases = [c for c in cases if c.kv_heads % ranks == 0 or strategy != "all-to-all"]
+        if strategy == "all-to-all":
+            cases = [c for c in cases if c.kv_heads % ranks == 0] + (in_turns(ranks, 512, itemsize) if ranks < 64 else [])
     if ranks == 64:
         cases = cases[1:2]
     for of in cases:
@@ -108,9 +115,9 @@ def test_closed_forms_without_a_mask_and_for_any_overlap(strategy: str, overlap:
 @pytest.mark.parametrize("strategy", ["all-to-all", "ring", "balanced-ring", "ring-a2a"])
 def test_two_nodes(strategy: str, name: str) -> None:
     """Some of a ring's messages are near and others far in the same step."""
-    for heads in ((192, 192), (192, 32)):
-        found = ratios(strategy, softmax(strategy, 16, 1024, heads, 2), machine(name), "bfloat16")
-        assert found == pytest.approx([1, 1], abs=0.05), heads
+    more = in_turns(16, 1024, 2) if strategy == "all-to-all" else []
+    for of in [*(softmax(strategy, 16, 1024, heads, 2) for heads in ((192, 192), (192, 32))), *more]:
+        assert ratios(strategy, of, machine(name), "bfloat16") == pytest.approx([1, 1], abs=0.05), of
 
 
 @pytest.mark.parametrize("blocks", [1, 8, 64])
@@ -167,6 +174,8 @@ def test_messages_have_the_bytes_that_prices_count(strategy: str, linear: bool, 
         cases = [even, dataclasses.replace(even, after=None, before=None)] + [softmax(strategy, ranks, 37, (10, 5), 4)] * (
             strategy != "ring-a2a"
         )
+        if strategy == "all-to-all" and ranks > 1:
+            cases += [*in_turns(ranks, 37, 4), dataclasses.replace(softmax(strategy, ranks, 37, (37, 37), 4), turns=2)]
     for of in cases:
         sent = [sum(op.seconds for op in ops_of(strategy, of, back, counting("h200")) if op.to >= 0) for back in (False, True)]
         expected = prices.sent(strategy, of)
@@ -246,6 +255,8 @@ def programs(draw: st.DrawFn) -> tuple[str, Sizes, str]:
     of = softmax(strategy, ranks, tokens, (kv * draw(st.sampled_from((1, 4))), kv), 2, draw(st.booleans()))
     if strategy == "ring-a2a":
         of = dataclasses.replace(of, inner=draw(st.sampled_from([u for u in range(1, ranks + 1) if ranks % u == 0])))
+    if strategy == "all-to-all":
+        of = dataclasses.replace(of, turns=draw(st.sampled_from([1, *head_turns(of.q_heads, of.kv_heads, ranks)])))
     return strategy, of, name
 
 

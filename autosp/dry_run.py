@@ -12,8 +12,8 @@ from .dynamo_backend import Backend
 from .mesh import World
 from .model_spec import RealSpec
 from .parallelizer import Runner
-from .passes.lower import Spread
 from .passes.pipeline import Compiled, Settings, compile_graph
+from .passes.spread import Spread
 from .planning import Planning
 
 

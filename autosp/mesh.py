@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .kernels.errors import AutospError
-from .passes.lower import Spread
+from .passes.spread import Spread
 
 _default: list[DeviceMesh] = []
 

@@ -11,61 +11,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..kernels import comm
+from ..kernels import comm, parts
 from . import remat
 from .capture import Captured
 from .facts import Facts
 from .mask import Extra
-from .parts import Parts, again, find, gather, is_part, local_value
+from .parts import Parts, again, find, is_part, local_value
 from .place import Decisions
 from .placement import Placement, R, Replicate, Shard, V, Varying
+from .relation import shape
 from .rules.base import Builder, OnRank, rerun
+from .spread import Spread
 
 aten = torch.ops.aten
 BUCKET_BYTES = 32 << 20  # gradients reduced together: large enough for bandwidth, small enough to start early
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Where a rank stands: its place on the sp axis, the groups by name, and how gradients are reduced.
-
-    `whole_group` spans sp and dp together; `dp_group` is None without a dp axis. With `external` someone else averages
-    parameter gradients over every rank, so a sum over sp must be scaled up by its size here. With `zero` each rank of the
-    whole group holds a part of each parameter.
-    """
-
-    rank: int
-    ranks: int
-    group: str
-    dp: int = 1
-    dp_group: str | None = None
-    whole_group: str | None = None
-    external: bool = False
-    dp_rank: int = 0
-    zero: bool = False
-
-    @property
-    def world(self) -> int:
-        return self.dp * self.ranks
-
-    @property
-    def place(self) -> int:
-        """This rank's number among all of them."""
-        return self.dp_rank * self.ranks + self.rank
-
-    @property
-    def everyone(self) -> str | None:
-        return self.whole_group if self.dp > 1 else self.group
-
-    def reduction(self, placement: Placement) -> tuple[str | None, float]:
-        """(group to sum over or None, factor) for the gradient of a parameter used in this placement."""
-        if self.external:
-            return None, float(self.ranks) if isinstance(placement, Varying) else 1.0
-        if isinstance(placement, Varying):
-            group = self.everyone if self.world > 1 else None
-        else:
-            group = self.dp_group
-        return group, 1.0 / self.dp
 
 
 @dataclass
@@ -192,7 +151,7 @@ def _emit(low: Lowering, decisions: Decisions, node: fx.Node, placement: Placeme
         return low.env[key]
     recipe = decisions.versions[node][placement]
     if node in low.parts.buckets:
-        gather(low, node)
+        _gather(low, node)
     for x, p in recipe.demands:
         if x is node or x in low.parts.buckets:
             _emit(low, decisions, x, p)
@@ -212,6 +171,23 @@ def _emit(low: Lowering, decisions: Decisions, node: fx.Node, placement: Placeme
     low.env[key] = out
     low.current = None
     return out
+
+
+def _gather(low: Lowering, node: fx.Node) -> None:
+    """Emit the gathering of a parameter's bucket, unless it is there."""
+    if (node, V) in low.synced:
+        return
+    bucket, spread = low.parts.buckets[node], low.spread
+    whole = [low.inputs[n] for n in bucket]
+    if spread.world > 1:
+        shapes = tuple(shape(n) for n in bucket)
+        results = again(low.call(parts.unshard, whole, shapes, spread.world, spread.everyone, 1 / spread.dp))
+        whole = [again(low.call(operator.getitem, results, i)) for i in range(len(bucket))]
+    for n, x in zip(bucket, whole, strict=True):
+        low.synced[(n, V)] = x
+        # Replicated work gives every rank of sp the whole gradient, but the bucket sums over them.
+        twice = n in low.facts.differentiable and spread.ranks > 1
+        low.synced[(n, R)] = again(low.call(parts.share, x, spread.ranks)) if twice else x
 
 
 def under_modes(b: Builder, facts: Facts, node: fx.Node, emit: Callable[[], fx.Node]) -> fx.Node:

@@ -1,4 +1,4 @@
-"""Parameters of which each rank holds a part (ZeRO-3), in the local graph: gathered a layer at a time where first used.
+"""Parameters of which each rank holds a part (ZeRO-3): which they are, and what is gathered together.
 
 What is gathered, and what is computed from parameters alone, is marked to be computed again in backward: a whole parameter is
 in memory while its layer runs, and nowhere else.
@@ -6,11 +6,10 @@ in memory while its layer runs, and nowhere else.
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,12 +20,9 @@ from ..kernels.errors import AutospError
 from .capture import Captured
 from .facts import Facts, is_random
 from .place import Decisions
-from .placement import R, V
 from .relation import operands, shape
+from .spread import Spread
 from .workload import units
-
-if TYPE_CHECKING:
-    from .lower import Lowering, Spread
 
 # PyTorch's partitioner keeps what a later checkpoint region reads: to it, parameters belong to a region after all others.
 AGAIN: Mapping[str, Any] = {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": sys.maxsize}
@@ -82,23 +78,6 @@ def find(captured: Captured, facts: Facts, decisions: Decisions, spread: Spread)
             derived.add(node)
     buckets = {node: tuple(group) for group in groups.values() for node in group}
     return Parts(buckets, frozenset(derived))
-
-
-def gather(low: Lowering, node: fx.Node) -> None:
-    """Emit the gathering of a parameter's bucket, unless it is there."""
-    if (node, V) in low.synced:
-        return
-    bucket, spread = low.parts.buckets[node], low.spread
-    whole = [low.inputs[n] for n in bucket]
-    if spread.world > 1:
-        shapes = tuple(shape(n) for n in bucket)
-        results = again(low.call(parts.unshard, whole, shapes, spread.world, spread.everyone, 1 / spread.dp))
-        whole = [again(low.call(operator.getitem, results, i)) for i in range(len(bucket))]
-    for n, x in zip(bucket, whole, strict=True):
-        low.synced[(n, V)] = x
-        # Replicated work gives every rank of sp the whole gradient, but the bucket sums over them.
-        twice = n in low.facts.differentiable and spread.ranks > 1
-        low.synced[(n, R)] = again(low.call(parts.share, x, spread.ranks)) if twice else x
 
 
 def of_parameters(node: fx.Node) -> bool:

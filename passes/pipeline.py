@@ -17,13 +17,14 @@ from ..kernels.linear import TOKENS
 from . import choose, detect, facts, place, remat, tile, wide, workload
 from .capture import Captured, capture, source_line
 from .count import collectives
-from .lower import Lowering, Spread, lower
+from .lower import Lowering, lower
 from .mask import Constants, Extra, Sights
 from .placement import R, Shard
 from .recurrence import recurrences
 from .relation import operands, shape
 from .rules.linear import OPERATORS
 from .sites import SiteContext
+from .spread import Spread
 from .strategies import LOWERINGS
 from .verify import verify
 

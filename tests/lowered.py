@@ -18,8 +18,8 @@ from autosp.kernels import blocks, comm
 from autosp.kernels.parts import part_of
 from autosp.parallelizer import tracing
 from autosp.passes import recognise
-from autosp.passes.lower import Spread
 from autosp.passes.pipeline import Compiled, Settings, compile_graph
+from autosp.passes.spread import Spread
 
 
 @dataclass

@@ -21,11 +21,12 @@ from autosp.kernels import prefix
 from autosp.kernels.layout import contiguous
 from autosp.passes.capture import Captured, Input
 from autosp.passes.facts import Facts
-from autosp.passes.lower import Lowering, Spread
+from autosp.passes.lower import Lowering
 from autosp.passes.placement import Placement, R, Shard, Varying
 from autosp.passes.rules import rule_of
 from autosp.passes.rules.base import Recipe
 from autosp.passes.rules.sequence import Flip
+from autosp.passes.spread import Spread
 from pool import Pool
 
 aten = torch.ops.aten

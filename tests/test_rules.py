@@ -14,7 +14,7 @@ from autosp.kernels.comm import cut
 from autosp.kernels.layout import contiguous
 from autosp.passes.capture import Captured, Input
 from autosp.passes.facts import Facts
-from autosp.passes.lower import Lowering, Spread
+from autosp.passes.lower import Lowering
 from autosp.passes.placement import Pairwise, Partial, Placement, R, Shard, Varying
 from autosp.passes.recurrence import RECURRENT
 from autosp.passes.relation import operands
@@ -22,6 +22,7 @@ from autosp.passes.rules import RULES, rule_of
 from autosp.passes.rules.base import Recipe, Rule
 from autosp.passes.rules.convolution import Convolution
 from autosp.passes.rules.scans import Scan
+from autosp.passes.spread import Spread
 from autosp.passes.strategies import LOWERINGS
 
 aten = torch.ops.aten

@@ -25,6 +25,10 @@ STRATEGIES = (
 )
 SIZE_HELP = "positions of a sequence, for a transformers model: 131072, 128K or 1M"
 ZERO_HELP = "3: every rank of the mesh holds a part of the parameters, gathered a layer at a time"
+TILE_HELP = (
+    "losses and feed-forward blocks by tiles of positions: auto, large logits, and blocks where memory is short; a number of "
+    "positions, all of them; none"
+)
 PLAN_HELP = "a file that `autosp plan --json` wrote"
 MEMORY_HELP = (
     "what is computed again in backward: auto, whatever is fastest and fits; bytes that a device may use, such as 80GB; or of "
@@ -45,6 +49,7 @@ def check(
     mesh: Annotated[str | None, typer.Option(help="such as dp=2,sp=2")] = None,
     memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "auto",
     zero: Annotated[int | None, typer.Option(help=ZERO_HELP)] = None,
+    tile: Annotated[str, typer.Option(help=TILE_HELP)] = "auto",
     compiler: Annotated[str, typer.Option(help="aot_eager or inductor")] = "aot_eager",
     timeout: Annotated[float, typer.Option(min=1, help="seconds for the whole run")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="print only JSON")] = False,
@@ -59,7 +64,9 @@ def check(
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}", param_hint="--dtype")
     shape = parse_mesh(mesh, ranks)
-    options = {"compiler": compiler, "memory": memory, "zero": zero} | ({"strategy": strategy} if strategy else {})
+    options = {"compiler": compiler, "memory": memory, "zero": zero, "tile": rows(tile)} | (
+        {"strategy": strategy} if strategy else {}
+    )
     report = run_check(ModelSpec(model, seq_len, batch, dtype), shape, options, timeout)
     if as_json:
         sys.stdout.write(report.to_json() + "\n")
@@ -82,6 +89,7 @@ def plan(
     outputs: Annotated[str, typer.Option(help="local, gather, or loss: scalars only, so that logits need not exist")] = "local",
     mesh: Annotated[str | None, typer.Option(help="such as dp=8,sp=64: the batch is that of one data-parallel group")] = None,
     zero: Annotated[int | None, typer.Option(help=ZERO_HELP)] = None,
+    tile: Annotated[str, typer.Option(help=TILE_HELP)] = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="write the plan, for `autosp.parallelize(plan=FILE)`")] = None,
     html_file: Annotated[
         Path | None, typer.Option("--html", help="write a report with plots: one page, complete in itself")
@@ -97,7 +105,7 @@ def plan(
 
     with refusals():
         where, long = mesh_of(mesh, ranks), positions(seq_len)
-        asked = Question(model, long, where, hardware, per_node, batch, dtype, memory, strategy, outputs, zero)
+        asked = Question(model, long, where, hardware, per_node, batch, dtype, memory, strategy, outputs, zero, rows(tile))
         made = asked.answer()
         print_plan(made, console())
         if json_file is not None:
@@ -253,6 +261,11 @@ def write(path: Path, text: str) -> None:
         reason = f"error: cannot write {path}: {error.strerror}; fix: a file in a directory that exists"
         Console(stderr=True).print(reason, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
+
+
+def rows(tile: str) -> str | int:
+    """A number of positions, or the word as it is."""
+    return int(tile) if tile.isdigit() else tile
 
 
 def parse_mesh(mesh: str | None, ranks: int | None) -> dict[str, int]:

@@ -71,8 +71,9 @@ def parallelize(
         modules only; MeshError without a process group, ShardError for a parameter that cannot be split, DisagreementError
         where ranks start from different weights, all at once.
     tile: which losses and feed-forward blocks are computed a tile of positions at a time, forward and backward, so that logits
-        and inner activations never exist whole. "auto": losses of more than 2^27 logits on a rank, in tiles of so many; a number:
-        all, in tiles of so many positions; "none": nothing.
+        and inner activations never exist whole. "auto": losses of more than 2^27 logits on a rank, in tiles of so many, and the
+        feed-forward blocks of those layers for which the plan says so, as memory asks; a number: all, in tiles of so many
+        positions; "none": nothing.
 
     Raises, at the first call: CaptureError for a graph break, SequenceError for a sequence shorter than the ranks,
     MeshError for a mesh without an sp axis, PlanError for a plan of another model, HardwareError for an unknown machine,

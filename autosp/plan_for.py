@@ -21,7 +21,7 @@ class MeshShort(PlanningError):
 class Question:
     """model: as `RealSpec` takes it. mesh: {"sp": 64} or {"dp": 8, "sp": 64}. hardware: a machine by name, or a file. per_node:
     devices of the nearest level, where that is not the machine's own number. memory: as for `parallelize`.
-    batch: of one data-parallel group. outputs, zero: as for `parallelize`."""
+    batch: of one data-parallel group. outputs, zero, tile: as for `parallelize`."""
 
     model: str
     seq_len: int
@@ -34,6 +34,7 @@ class Question:
     strategy: str | None = None
     outputs: str = "local"
     zero: int | None = None
+    tile: str | int = "auto"
 
     def machine(self) -> Hardware:
         """Raises HardwareError for a machine that is not known or lacks the dtype, MeshShort for ranks that fill no nodes."""
@@ -55,7 +56,7 @@ class Question:
         from .passes.pipeline import Settings
         from .planning import Planning, room
 
-        settings = Settings(self.strategy, self.outputs, zero=self.zero)
+        settings = Settings(self.strategy, self.outputs, zero=self.zero, tile=self.tile)
         planning = Planning(machine, None, *room(self.memory), strict=True)
         spec = RealSpec(self.model, self.seq_len, self.batch, self.dtype)
         try:

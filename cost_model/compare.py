@@ -43,12 +43,12 @@ class Difference:
 
 
 def difference(a: Plan, b: Plan) -> Difference:
-    """Decisions are the layout, each site's strategy and parameters, and what is kept for its backward; plans for other lengths
-    or machines may agree in them."""
+    """Decisions are the layout, each site's strategy and parameters, what is kept for its backward, and what is computed by
+    tiles; plans for other lengths or machines may agree in them."""
     facts = tuple(row for row in _facts(a, b) if row[1] != row[2])
     totals = tuple(row for row in _totals(a, b) if row[1] != row[2])
     rows, alike = _rows(a, b)
-    same = a.layout == b.layout and all(row.decided_alike for row in rows)
+    same = (a.layout, a.tiles) == (b.layout, b.tiles) and all(row.decided_alike for row in rows)
     return Difference(facts, totals, rows, alike, same)
 
 
@@ -68,6 +68,7 @@ _FACTS: dict[str, Callable[[Plan], str]] = {
     "compiler": lambda p: p.compiler,
     "gradients": lambda p: p.grad_sync,
     "outputs": lambda p: "; ".join(p.outputs),
+    "by tiles": lambda p: together(p.tiles) if p.tiles else "nothing",
     "gathered": lambda p: ", ".join(sorted(f.op for f in p.fallbacks)) or "nothing",
 }
 

@@ -126,7 +126,11 @@ class Layer:
     else.
 
     saved: bytes that backward needs if nothing is computed again; entering: bytes of what enters the layer. checkpointed: the
-    model itself has it computed again.
+    model itself has it computed again. Bytes beside what all layers keep: held, of gradients at their widest; waiting, of those
+    that are there when an attention's gradient begins; unfinished, of those that are left for the layer before. held_early and
+    waiting_early: where no weight's gradient waits for an exchange, less what is no longer kept. repeated: FLOP
+    of products that backward computes once more in any case, by tiles. by_tiles: the same layer with its feed-forward block by
+    tiles, where that may be chosen.
     """
 
     name: str
@@ -135,6 +139,13 @@ class Layer:
     saved: float = 0.0
     entering: float = 0.0
     checkpointed: bool = False
+    held: float = 0.0
+    waiting: float = 0.0
+    unfinished: float = 0.0
+    held_early: float = 0.0
+    waiting_early: float = 0.0
+    repeated: float = 0.0
+    by_tiles: Layer | None = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +176,8 @@ class Beside:
 @dataclass(frozen=True)
 class Plan:
     """Everything that was decided for one graph. Printed, it explains itself. node: ranks of the nearest level, 0: all.
-    saves: what backward finds of a layer, by name, where that is not everything."""
+    saves: what backward finds of a layer, by name, where that is not everything. tiles: the layers whose feed-forward blocks are
+    computed by tiles."""
 
     ranks: int
     sequence: tuple[int, ...]
@@ -183,6 +195,7 @@ class Plan:
     beside: Beside | None = None
     node: int = 0
     saves: Mapping[str, str] = field(default_factory=dict)
+    tiles: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -211,7 +224,7 @@ class Plan:
             for key, kind in (("fallbacks", Fallback), ("collectives", Collective)):
                 raw[key] = tuple(kind(**row) for row in raw[key])
             raw["sites"] = tuple(_site(row) for row in raw["sites"])
-            for key in ("sequence", "outputs", "notes"):
+            for key in ("sequence", "outputs", "notes", "tiles"):
                 raw[key] = tuple(raw[key])
             raw["totals"] = Totals(**raw["totals"]) if raw["totals"] else None
             raw["beside"] = _beside(raw["beside"]) if raw.get("beside") else None

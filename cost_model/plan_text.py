@@ -105,6 +105,8 @@ def text(plan: Plan) -> str:
         lines += _run(run, plan.ranks)
     if not plan.sites:
         lines.append("  no attention found")
+    if plan.tiles:
+        lines.append(f"  feed-forward blocks by tiles: {together(plan.tiles)}")
     lines.append("gathered and run replicated:" if plan.fallbacks else "gathered and run replicated: nothing")
     lines += [f"  {f.op}: {_bytes(f.bytes)} ({f.reason})  {f.source_line}" for f in plan.fallbacks]
     lines.append("collectives, bytes sent by a rank (forward / backward):")

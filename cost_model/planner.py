@@ -81,6 +81,7 @@ class Planner:
             tuple(notes),
             self.hardware.node,
             {name: way.saved for name, _, way in best.ways if way.saved != "everything"},
+            tuple(name for name, _, way in best.ways if way.tiled),
         )
 
 
@@ -110,9 +111,14 @@ class Follow:
         sites = tuple(
             replace(s, candidates=_as_planned(s, p.strategy, dict(p.params))) for s, p in zip(given, plan.sites, strict=True)
         )
-        made = self.planner(replace(problem, sites=sites, layout=plan.layout, strategy=None))
+        able = {layer.name for layer in problem.layers if layer.by_tiles or layer.repeated}
+        if missing := [name for name in plan.tiles if name not in able]:
+            fix = "fix: tile='auto', or plan again"
+            raise PlanError(f"the plan has the feed-forward block of {missing[0]} by tiles, which it cannot be here; {fix}")
+        asked = replace(problem.by_tiles(plan.tiles), sites=sites, layout=plan.layout, strategy=None)
+        made = self.planner(asked)
         choices = (replace(c, saved=s.saved) for c, s in zip(made.choices, plan.sites, strict=True))
-        return replace(made, choices=tuple(choices), saves=plan.saves)
+        return replace(made, choices=tuple(choices), saves=plan.saves, tiles=plan.tiles)
 
 
 def _as_planned(site: SiteProblem, strategy: str, params: dict[str, int]) -> tuple[Candidate, ...]:
@@ -136,6 +142,7 @@ class _Way:
     kept: float  # bytes from forward to backward
     held: float  # bytes beside them while it runs
     hosted: float = 0.0  # bytes in the host's memory meanwhile
+    tiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,8 +196,18 @@ def layer_seconds(layer: Layer, hardware: Hardware, dtype: str) -> float:
     return layer.flop / hardware.rate("matmul", dtype) + layer.traffic / hardware.bandwidth.value
 
 
+def repeated_seconds(layer: Layer, hardware: Hardware, dtype: str) -> float:
+    """Of that, what backward computes once more whatever it finds, and then not again."""
+    return layer.repeated / hardware.rate("matmul", dtype)
+
+
 def _ways(problem: Problem, layer: Layer, sites: Sequence[SiteProblem], layout: str, planner: Planner) -> tuple[_Way, ...]:
+    if layer.by_tiles is not None:
+        plain = _ways(problem, replace(layer, by_tiles=None), sites, layout, planner)
+        tiled = _ways(problem, replace(layer.by_tiles, name=layer.name), sites, layout, planner)
+        return tuple(_undominated([*plain, *(replace(way, tiled=True) for way in tiled)]))
     hardware, forward = planner.hardware, layer_seconds(layer, planner.hardware, problem.dtype)
+    repeated = repeated_seconds(layer, hardware, problem.dtype)
     found = []
     options = [usable(problem, site, layout) for site in sites]
     for picks in itertools.product(*options):
@@ -199,17 +216,29 @@ def _ways(problem: Problem, layer: Layer, sites: Sequence[SiteProblem], layout: 
             for site, i in zip(sites, picks, strict=True)
             if (c := placed(site.candidates[i], layout)).sizes is not None
         ]
-        once = sum(c.seconds for c in costs) + (1 + BACKWARD) * forward
-        held = max((c.held for c in costs), default=0.0)
+        once = sum(c.seconds for c in costs) + (1 + BACKWARD) * forward + repeated
         for save in allowed(layer, planner.offered):
-            again = 0.0 if save == "everything" else forward + sum(c.again(save) for c in costs)
+            whole = save == "everything"
+            again = 0.0 if whole else forward - repeated + sum(c.again(save) for c in costs)
             kept = kept_bytes(save, layer) + sum(c.kept(save) for c in costs)
-            # One layer at a time is computed again; what the next one finds on the host arrives meanwhile.
-            more = 0.0 if save == "everything" else layer.saved + sum(c.saved for c in costs)
+            late = problem.ranks > 1 and (not costs or any(c.late[not whole] for c in costs))
+            held = problem.returned + _held(problem, layer, costs, late)
+            # One layer at a time is computed again, maybe before the one after it is done; what the next one finds on the host
+            # arrives meanwhile.
+            more = 0.0 if whole else layer.saved + sum(c.saved for c in costs) + late * layer.unfinished - kept
             hosted = hosted_bytes(save, layer, costs)
             copies = sum(copy_seconds(save, layer, costs, hardware, problem.dtype))
             found.append(_Way(picks, save, once + again + copies, kept, held + more + hosted, hosted))
     return tuple(_undominated(found))
+
+
+def _held(problem: Problem, layer: Layer, costs: Sequence[Cost], late: bool) -> float:
+    """Bytes of gradients and of what an attention works with, at the widest moment of a layer's backward. If weights' gradients
+    are not late, head and loss are done with all that they kept."""
+    if late:
+        return max(layer.held, *(layer.waiting + c.held for c in costs), 0.0)
+    after = sum(x.saved for x in problem.layers if not x.name) if layer.name else 0.0
+    return max(layer.held_early, *(layer.waiting_early + c.held for c in costs), 0.0) - after
 
 
 def allowed(layer: Layer, saves: tuple[str, ...]) -> tuple[str, ...]:
@@ -257,7 +286,7 @@ def _units(problem: Problem, layout: str, planner: Planner) -> list[_Unit]:
     named = {layer.name: layer for layer in problem.layers}
     alike: dict[tuple[Layer, object], list[tuple[str, tuple[int, ...]]]] = {}
     for name, numbers in by_layer.items():
-        layer = replace(named.get(name, Layer(name)), name="any" if name else "")
+        layer = _nameless(named.get(name, Layer(name)))
         key = (layer, tuple(problem.sites[i].candidates for i in numbers))
         alike.setdefault(key, []).append((name, tuple(numbers)))
     units = []
@@ -265,6 +294,11 @@ def _units(problem: Problem, layout: str, planner: Planner) -> list[_Unit]:
         sites = [problem.sites[i] for i in members[0][1]]
         units.append(_Unit(tuple(members), _ways(problem, layer, sites, layout, planner)))
     return units
+
+
+def _nameless(layer: Layer) -> Layer:
+    tiled = layer.by_tiles and replace(layer.by_tiles, name="any")
+    return replace(layer, name="any" if layer.name else "", by_tiles=tiled)
 
 
 # The solution -------------------------------------------------------------------------------------
@@ -338,11 +372,11 @@ def _integer(units: Sequence[_Unit], room: float) -> tuple[list[list[_Way]], flo
 
 
 def _constant_bytes(problem: Problem) -> float:
-    """Parameters, gradients and Adam's moments: every rank holds all of them, or its part of each and the whole of one layer's
-    parameters and their gradients."""
+    """Parameters, gradients and Adam's moments: every rank holds all of them, or its part of each, and whole the parameters of a
+    layer and of the next, which is gathered ahead, and the gradients of one."""
     width = {"float64": 8, "float32": 4}.get(problem.dtype, 2)
     held = problem.frozen + problem.trained * (2 + ADAM / width)
-    return held / problem.parts + 2 * problem.largest_layer
+    return held / problem.parts + 3 * problem.largest_layer
 
 
 def exchange_seconds(each: Exchange, ranks: int, data_parallel: int, hardware: Hardware) -> float:
@@ -362,15 +396,15 @@ def _elsewhere(problem: Problem, hardware: Hardware) -> float:
 
 
 def _totals(problem: Problem, best: _Solution, planner: Planner) -> Totals:
-    hardware, forward = planner.hardware, 0.0
-    for layer in problem.layers:
-        forward += layer_seconds(layer, hardware, problem.dtype)
+    hardware, work = planner.hardware, 0.0
+    for layer in problem.by_tiles([name for name, _, way in best.ways if way.tiled]).layers:
+        work += (1 + BACKWARD) * layer_seconds(layer, hardware, problem.dtype) + repeated_seconds(layer, hardware, problem.dtype)
     costs = [
         _cost_of(problem, i, pick, best.layout, planner)
         for _, sites, way in best.ways
         for i, pick in zip(sites, way.picks, strict=True)
     ]
-    alone = (1 + BACKWARD) * forward + sum(
+    alone = work + sum(
         min(_cost_of(problem, i, j, best.layout, planner).compute for j in usable(problem, site, best.layout))
         for i, site in enumerate(problem.sites)
     )

@@ -45,7 +45,8 @@ class Pass:
 class Price:
     """A strategy's row. Bytes on a rank: `saved` from forward for backward, `held` at most while it runs beside them. Where its
     layer is computed again: `output`, what is saved for backward to repeat neither its exchange nor, if it is no linear
-    attention, its work; `always`, what is saved even where all else is repeated."""
+    attention, its work; `always`, what is saved even where all else is repeated. late: whether weights' gradients wait for
+    an exchange of its backward, beside which they are made, where nothing is repeated and where its layer is."""
 
     forward: Pass
     backward: Pass
@@ -53,6 +54,7 @@ class Price:
     held: Expr
     output: Expr
     always: Expr = NOTHING
+    late: tuple[bool, bool] = (True, True)
 
     @property
     def terms(self) -> list[Expr]:

@@ -69,6 +69,7 @@ from .symbols import (
     gamma_s,
     gamma_x,
     gamma_xf,
+    h_r,
     k_0,
     m,
     n,
@@ -115,6 +116,7 @@ class Cost:
     output: float
     always: float
     linear: bool
+    late: tuple[bool, bool]
 
     def _both(self, i: int) -> float:
         return self.forward[i] + self.backward[i]
@@ -177,9 +179,9 @@ def cost(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware, 
     values = bound(strategy, sizes, hardware, dtype)
     found = _compiled(isinstance(sizes, LinearAttention), strategy)(*(values.get(q, 0.0) for q in _ALL))
     numbers = tuple(float(v) for v in found)
-    saved, held, output, always = numbers[10:]
-    forward, backward = numbers[:5], numbers[5:10]
-    return Cost(forward, backward, saved, held, output, always, isinstance(sizes, LinearAttention))  # type: ignore[arg-type]
+    linear, (saved, held, output, always) = isinstance(sizes, LinearAttention), numbers[10:]
+    forward, backward, late = numbers[:5], numbers[5:10], row(strategy, linear).late
+    return Cost(forward, backward, saved, held, output, always, linear, late)  # type: ignore[arg-type]
 
 
 def sent(strategy: str, sizes: Attention | LinearAttention) -> tuple[int, int]:
@@ -242,6 +244,7 @@ def values_of(strategy: str, q: Attention) -> Values:
         a: q.accumulator, P: q.ranks, N: moved.work, m: moved.columns / q.ranks, r: moved.rows / q.ranks,
         x: moved.exchanged / q.ranks, x_k: moved.keys / q.ranks, t: q.turns, y: moved.own_keys,
         n: moved.steps, k_0: moved.calls, c: steps.column_bytes(q, moved.kv_heads),
+        h_r: q.q_heads if q.by_rows else 0,
     }  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .plan import Beside, Exchange, Layer, Seconds, Totals
@@ -47,7 +47,7 @@ class SiteProblem:
 class Problem:
     """A model's sites and what else there is. `layout` is given where the user or an earlier decision fixed it. trained,
     frozen: bytes of parameters with and without a gradient. tokens: of the global batch. parts: into how many each parameter is
-    split (ZeRO-3), and then largest_layer: bytes of those that are gathered together."""
+    split (ZeRO-3), and then largest_layer: bytes of those that are gathered together. returned: bytes of the model's results."""
 
     ranks: int
     dtype: str
@@ -62,11 +62,18 @@ class Problem:
     data_parallel: int = 1
     parts: int = 1
     largest_layer: float = 0.0
+    returned: float = 0.0
 
     @property
     def beside(self) -> Beside:
         """All but the sites and what was asked for, as a plan keeps it."""
         return Beside(self.dtype, self.layers, self.exchanges, self.tokens, self.trained, self.frozen, self.data_parallel)
+
+    def by_tiles(self, names: Collection[str]) -> Problem:
+        """With these layers' feed-forward blocks by tiles, and no others to choose."""
+        layers = ((x.by_tiles if x.name in names and x.by_tiles else x) for x in self.layers)
+        named = (replace(x, name=of.name, by_tiles=None) for x, of in zip(layers, self.layers, strict=True))
+        return replace(self, layers=tuple(named))
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ class Choice:
 @dataclass(frozen=True)
 class Decision:
     """The planner's answer: one layout, a choice for each site in order, what backward finds of a layer where that is not
-    everything, by name, and what a step then takes."""
+    everything, by name, and what a step then takes. tiles: the layers of which `Layer.by_tiles` was chosen."""
 
     layout: str
     choices: tuple[Choice, ...]
@@ -103,6 +110,7 @@ class Decision:
     notes: tuple[str, ...] = field(default=())
     node: int = 0
     saves: Mapping[str, str] = field(default_factory=dict)
+    tiles: tuple[str, ...] = ()
 
 
 Decide = Callable[[Problem], Decision]

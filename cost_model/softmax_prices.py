@@ -35,6 +35,7 @@ from .symbols import (
     g_b,
     g_f,
     gamma_h,
+    h_r,
     k_0,
     m,
     n,
@@ -80,7 +81,7 @@ def _all_to_all() -> Price:
 
     again = Max(0, P / H_kv - 1) * T / P * B * H_kv * (D + D_v) * e  # key/value heads that several ranks need
     saved = SAVED + again + many * ROWS * D_v * e  # all on heads, and what came back
-    return Price(way("forward"), way("backward"), saved, 2 * SAVED, saved)
+    return Price(way("forward"), way("backward"), saved, SAVED, saved)
 
 
 def _gather_kv() -> Price:
@@ -90,9 +91,11 @@ def _gather_kv() -> Price:
     return Price(
         Pass(forward, once, once, m * c, m * c * FAR),
         Pass(backward, back, back, 2 * m * c, 2 * m * c * FAR),
-        SAVED,
-        whole * (1 + a / e),
+        SAVED - Min(1, h_r) * OUTPUT,  # blocks of rows are computed again
+        # Gathered again; gradients, and what they are added to or scattered from.
+        whole * (1 - 1 / P) + 2 * whole * (1 + h_r / H_kv),
         OUTPUT,
+        late=(False, True),
     )
 
 
@@ -139,11 +142,14 @@ def _travelling(exchanged: bool = False) -> Price:
         away = bytes_sent * far + extra * (u - G_u) / Max(1, u - 1)
         return Pass(N * each + (1 + n) * call + more, heads + moved, heads + exposed, extra + bytes_sent, away)
 
-    block = T / P * B * H_kv * (D + D_v) * e
+    own = T / P * B * H_kv * (D + D_v)
+    step = (m * c + query * (D * e + D_v * a + a)) / Max(1, n)  # of bytes that travel: one is read, one comes
+    summed = a * (ROWS * D + own)  # gradients that blocks are added to; each block's are as large
+    held = many * (e * (ROWS * (D + D_v) + own) + 2 * summed) + step * (2 + 3 * a / e)  # of results, one more goes
     forward = way("forward", MERGED_F / beta_m, sent, (b_f, g_f, d_f))
     backward = way("backward", MERGED_B / beta_m, back, (b_b, g_b, d_b))
     whole = SAVED + ROWS * D_v * e if exchanged else SAVED
-    return Price(forward, backward, whole, 2 * block * (1 + a / e), whole if exchanged else OUTPUT)
+    return Price(forward, backward, whole, held + extra, whole if exchanged else OUTPUT, late=(exchanged, exchanged))
 
 
 TRAVELLING = ("halo", "ring", "balanced-ring", "ring-a2a")

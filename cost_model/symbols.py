@@ -53,6 +53,7 @@ t = _quantity("t", "turns", "turns in which an all-to-all's ranks compute their 
 y = _quantity("y", "1", "1 where each turn has key and value heads of its own, 0 where all share them")
 n = _quantity("n", "steps", "steps in which blocks travel")
 k_0 = _quantity("k_0", "calls", "calls of the kernel for a rank's own block: one for each part that mask or layout cuts it into")
+h_r = _quantity("h_r", "heads", "heads of keys and values that are copied for queries, where rows are computed by blocks; else 0")
 N_0 = _quantity("N_0", "pairs", "of N, in the first step, whose blocks are its own")
 N_l = _quantity("N_l", "pairs", "of N, in the last step")
 b_f = _quantity("b_f", "B", "bytes of a step's blocks through the busiest port, forward")

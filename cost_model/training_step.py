@@ -16,7 +16,7 @@ from .hardware import Hardware
 from .linear_programs import linear_ops
 from .messages import Ops
 from .plan import Beside, Exchange, Layer, Plan, PlanError, Totals
-from .planner import BACKWARD, copy_seconds, exchange_seconds, layer_seconds
+from .planner import BACKWARD, copy_seconds, exchange_seconds, layer_seconds, repeated_seconds
 from .prices import Cost, cost
 from .problem import Decision, Problem, Sizes, on_host
 from .programs import attention_ops
@@ -77,7 +77,7 @@ def decided(problem: Problem, decision: Decision, hardware: Hardware) -> Step:
         for s, choice in zip(problem.sites, decision.choices, strict=True)
         if choice.candidate.sizes is not None
     ]
-    return step(sites, problem.beside, problem.ranks, hardware, decision.saves)
+    return step(sites, problem.by_tiles(decision.tiles).beside, problem.ranks, hardware, decision.saves)
 
 
 # The step ------------------------------------------------------------------------------------------
@@ -146,6 +146,7 @@ def _layer(clock: _Clock, layer: Layer, sites: Sequence[StepSite], dtype: str, f
     """Forward; or backward, which first computes again what it does not find. What lies between sites is taken to be as much
     before as after each."""
     forward = layer_seconds(layer, clock.hardware, dtype)
+    tiles = repeated_seconds(layer, clock.hardware, dtype)
     if on_host(found):
         costs = [cost(s.strategy, s.sizes, clock.hardware, dtype) for s in sites]
         copies = copy_seconds(found, layer, costs, clock.hardware, dtype)[back]
@@ -154,8 +155,8 @@ def _layer(clock: _Clock, layer: Layer, sites: Sequence[StepSite], dtype: str, f
         )
     if back and found != "everything":
         repeated = [s for s in sites if found.startswith("layer input") or isinstance(s.sizes, LinearAttention)]
-        _passed(clock, layer, repeated, dtype, False, forward, " again")
-    _passed(clock, layer, sites[::-1] if back else sites, dtype, back, forward * BACKWARD if back else forward, "")
+        _passed(clock, layer, repeated, dtype, False, forward - tiles, " again")
+    _passed(clock, layer, sites[::-1] if back else sites, dtype, back, forward * BACKWARD + tiles if back else forward, "")
 
 
 def _passed(clock: _Clock, layer: Layer, sites: Iterable[StepSite], dtype: str, back: bool, seconds: float, again: str) -> None:

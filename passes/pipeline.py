@@ -10,17 +10,17 @@ import torch
 from torch import fx
 
 from ..cost_model.plan import Fallback, Plan, Site
-from ..cost_model.problem import Decide, Decision, Problem
+from ..cost_model.problem import Decide, Decision, Layer, Problem
 from ..kernels.errors import AutospError
 from ..kernels.layout import Layout, contiguous, head_tail
 from ..kernels.linear import TOKENS
-from . import choose, detect, facts, place, remat, tile, wide, workload
+from . import choose, detect, facts, held, place, remat, tile, wide, workload
 from .capture import Captured, capture, source_line
 from .count import collectives
 from .lower import Lowering, lower
 from .mask import Constants, Extra, Sights
 from .placement import R, Shard
-from .recurrence import recurrences
+from .recurrence import Recurrent, recurrences
 from .relation import operands, shape
 from .rules.linear import OPERATORS
 from .sites import SiteContext
@@ -103,14 +103,15 @@ def compile_captured(captured: Captured, spread: Spread, settings: Settings, dec
         decision = decide(made.problem)
     known, types = made.facts, made.types
     sites = [choose.settle(site, choice, types) for site, choice in zip(made.sites, decision.choices, strict=True)]
-    for region, rows in made.tiled:
+    tiled = [*made.tiled, *(each for each in made.offered if _layer(each) in decision.tiles)]
+    for region, rows in tiled:
         tile.settle(region, rows, known, types)
     remat.tag(captured.module.graph, decision.saves, known.from_data & known.differentiable)
     decisions = place.decide(captured, known, types, settings.outputs == "gather")
     module, low = lower(captured, known, decisions, spread)
     fake_mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in captured.module.graph.nodes if n.op == "placeholder"])
     verify(module, captured, low, fake_mode)
-    plan = _plan(captured, types, decisions, low, sites, made, settings, decision)
+    plan = _plan(captured, types, decisions, low, sites, made, settings, decision, tiled)
     return Compiled(module, captured, plan, tuple(low.extras), made.regions)
 
 
@@ -139,6 +140,7 @@ class _Opened:
     sites: list[choose.Open]
     problem: Problem
     tiled: list[tuple[tile.Wide, int]]
+    offered: list[tuple[tile.Wide, int]]  # tiled if the planner says so
     whole: Mapping[fx.Node, str]
 
 
@@ -153,7 +155,9 @@ def _opened(
     regions, refused = detect.regions(captured, known, types)
     recurrent = recurrences(captured.module.graph, types)
     sites = [*(choose.attention(r, ctx) for r in regions), *(choose.recurrence(r, ctx) for r in recurrent)]
-    tiled, whole = wide.regions(captured, known, types, [*regions, *recurrent], settings.tile)
+    found, whole = wide.regions(captured, known, types, [*regions, *recurrent], settings.tile)
+    tiled = [each for each in found if each[0].loss or settings.tile != "auto"]
+    offered = [each for each in found if each not in tiled and _layer(each)]
     trained, frozen = workload.parameter_bytes(known)
     parts = spread.world if spread.zero else 1
     data = [shape(n) for n, item in known.inputs.items() if item.kind == "data"]
@@ -161,9 +165,7 @@ def _opened(
         spread.ranks,
         _dtype(captured, sites),
         tuple(s.problem for s in sites),
-        workload.layers(
-            captured, known, types, [*regions, *recurrent], settings.compiler, {n for region, _ in tiled for n in region.nodes}
-        ),
+        _layers(captured, known, types, [*regions, *recurrent], settings.compiler, tiled, offered),
         workload.exchanges(captured, known, types, spread.world, spread.zero),
         choose.layout_name(arrange) if fixed or not sites else None,
         settings.strategy,
@@ -173,8 +175,33 @@ def _opened(
         spread.dp,
         parts,
         max(workload.unit_bytes(captured, known), default=0.0) if parts > 1 else 0.0,
+        held.returned(captured, known, types),
     )
-    return _Opened(known, types, regions, refused, sites, problem, tiled, whole)
+    return _Opened(known, types, regions, refused, sites, problem, tiled, offered, whole)
+
+
+def _layers(
+    captured: Captured,
+    known: facts.Facts,
+    types: place.Types,
+    sites: Sequence[detect.Region | Recurrent],
+    compiler: str,
+    tiled: Sequence[tuple[tile.Wide, int]],
+    offered: Sequence[tuple[tile.Wide, int]],
+) -> tuple[Layer, ...]:
+    """What is in each layer, and what would be with what is offered in tiles as well."""
+    plain = held.layers(captured, known, types, sites, compiler, tiled)
+    if not offered:
+        return plain
+    names = set(map(_layer, offered))
+    less = held.layers(captured, known, types, sites, compiler, [*tiled, *offered])
+    return tuple(replace(a, by_tiles=b) if a.name in names else a for a, b in zip(plain, less, strict=True))
+
+
+def _layer(each: tuple[tile.Wide, int]) -> str:
+    """The layer that a region is in; "" where it is in several or in none."""
+    names = {workload.layer_of(n) for n in each[0].nodes}
+    return names.pop() if len(names) == 1 else ""
 
 
 def _dtype(captured: Captured, sites: Sequence[choose.Open]) -> str:
@@ -288,12 +315,14 @@ def _plan(
     made: _Opened,
     settings: Settings,
     decision: Decision,
+    tiled: Sequence[tuple[tile.Wide, int]],
 ) -> Plan:
     layouts: set[Layout] = {p.layout for v in decisions.versions.values() for p in v if isinstance(p, Shard)}
     notes = [f"{source_line(n)} was not taken as one attention: {why}" for n, why in made.refused.items()]
     if not layouts:
         notes.append("nothing could be split along a sequence: every rank computes everything")
-    notes += tile.notes(made.tiled, made.whole)
+    notes += tile.notes(tiled, made.whole)
+    by_tiles = {_layer(each) for each in tiled if not each[0].loss} - {""}
     names: list[str] = []
     for node, placement in decisions.outputs[len(captured.mutated) :]:
         names.append(f"{_shape_text(node)} {placement}")
@@ -311,9 +340,10 @@ def _plan(
         {"dp": low.spread.dp, "sp": low.ranks},
         decision.hardware,
         decision.totals,
-        made.problem.beside,
+        made.problem.by_tiles(decision.tiles).beside,
         decision.node,
         decision.saves,
+        tuple(x.name for x in made.problem.layers if x.name in by_tiles),
     )
 
 

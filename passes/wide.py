@@ -32,23 +32,25 @@ from .workload import is_view, product_flop
 aten = torch.ops.aten
 
 
-def rows_of(asked: str | int, loss: bool, widest: int, layout: Layout) -> int:
-    """Positions of a tile of a region with `widest` elements over each; 0: it is not tiled.
+def rows_of(asked: str | int, region: Wide) -> int:
+    """Positions of a tile of a region; 0: it is not tiled.
 
-    "auto" leaves alone what is no loss, since its second run in backward is paid even where memory is plenty, and losses that
-    one tile would hold.
+    "auto": a loss in tiles of TILE_ELEMENTS at most, where one would not hold it; other regions in tiles no wider than their
+    largest weight, where that makes several.
     """
     if isinstance(asked, int):
         return asked
-    large = asked == "auto" and loss and widest * max(layout.sizes) > tiles.TILE_ELEMENTS
-    return max(1, tiles.TILE_ELEMENTS // widest) if large else 0
+    most = max(region.layout.sizes)
+    weights = [leaf.what[0] for leaf in region.leaves if isinstance(leaf.what, tuple) and leaf.along is None]
+    largest = tiles.TILE_ELEMENTS if region.loss else max((math.prod(shape(x)) for x in weights), default=0)
+    return max(1, largest // region.widest) if largest < region.widest * most else 0
 
 
 def regions(
     captured: Captured, known: Facts, types: Types, sites: Iterable[Region | Recurrent], asked: str | int
 ) -> tuple[list[tuple[Wide, int]], dict[fx.Node, str]]:
-    """Regions of a typed graph beside its sites that are to be tiled, with the positions of a tile, and for losses that should be
-    and cannot, by the product that starts them, why.
+    """Regions of a typed graph beside its sites that can be tiled, with the positions of a tile, and for losses that should
+    be and cannot, by the product that starts them, why.
     """
     found: list[tuple[Wide, int]] = []
     refused: dict[fx.Node, str] = {}
@@ -63,13 +65,16 @@ def regions(
             continue
         growth = _Growth(nodes, position, types, known, opaque, width)
         growth.grow(node)
-        if rows := rows_of(asked, growth.loss, growth.widest, growth.layout):
-            try:
-                found.append((growth.region(), rows))
-                opaque |= growth.inside
-            except NotLocal as reason:
-                if growth.loss and math.prod(shape(node)) >= growth.widest * growth.layout.length:
-                    refused[node] = str(reason)
+        try:
+            region = growth.region()
+        except NotLocal as reason:
+            whole = growth.loss and math.prod(shape(node)) >= growth.widest * growth.layout.length
+            if whole and (isinstance(asked, int) or growth.widest * max(growth.layout.sizes) > tiles.TILE_ELEMENTS):
+                refused[node] = str(reason)
+            continue
+        if rows := rows_of(asked, region):
+            found.append((region, rows))
+            opaque |= growth.inside
     return found, refused
 
 

@@ -57,18 +57,20 @@ def layers(
     sites: Iterable[Region | Recurrent],
     compiler: str,
     tiled: Collection[fx.Node] = (),
-) -> tuple[Layer, ...]:
-    """One for each part of the model, in order, with what one rank of `facts.ranks` does in it.
+) -> tuple[tuple[Layer, ...], dict[fx.Node, float]]:
+    """One for each part of the model, in order, with what one rank of `facts.ranks` does in it; and bytes of what is saved by the
+    first node that needs it.
 
     `tiled`: nodes that are computed by tiles, and once more in backward; what only they read is never whole.
     """
     hidden = {n for n in tiled if all(u in tiled for u in n.users)}
-    inside = {n for site in sites if isinstance(site, Region) for n, _ in site.interior}
-    inside |= {site.closing if isinstance(site, Region) else site.node for site in sites}
+    within = inside(sites)
     flop: dict[str, float] = {}
+    repeated: dict[str, float] = {}
     traffic: dict[str, float] = {}
     saved: dict[str, float] = {}
     entering: dict[str, float] = {}
+    by: dict[fx.Node, float] = {}
     kept: set[fx.Node] = set()
     again: set[str] = set()  # what the model itself has computed again
     fused = FUSED if compiler == "inductor" else 1
@@ -76,23 +78,33 @@ def layers(
         if node.op != "call_function" or node not in types.recipes or node in types.lazy or not is_float(node):
             continue
         name = layer_of(node)
-        for table in (flop, traffic, saved, entering):
+        for table in (flop, repeated, traffic, saved, entering):
             table.setdefault(name, 0.0)
         if "recompute" in node.meta:
             again.add(name)
         product = product_flop(node)
-        if node not in inside:
-            share = 1.0 if not _split(types, node) else 1 / facts.ranks
-            flop[name] += product * share * (4 / 3 if node in tiled else 1)  # backward is priced as twice this
+        if node not in within:
+            own = product if not _split(types, node) else product / facts.ranks
+            flop[name] += own
+            repeated[name] += own if node in tiled else 0.0
             if not product and not is_view(node) and types.recipes[node].emit is not never:
-                read = sum(_local(types, facts, x) for x in operands(node) if x in facts.from_data)
-                traffic[name] += (read + _local(types, facts, node)) / fused
-        for source in _needed(node, facts, kept, bool(product) or node in inside or node.target in _LOSSES):
-            if source not in kept and source not in inside and source not in hidden:
-                saved[name] += _local(types, facts, source) if node not in inside else 0.0
+                read = sum(local_bytes(types, facts, x) for x in operands(node) if x in facts.from_data)
+                traffic[name] += (read + local_bytes(types, facts, node)) / fused
+        for source in _needed(node, facts, kept, bool(product) or node in within or node.target in LOSSES):
+            if source not in kept and source not in within and source not in hidden:
+                size = local_bytes(types, facts, source) if node not in within else 0.0
+                saved[name] += size
+                by[node] = by.get(node, 0.0) + size
             kept.add(source)
-            entering[name] = entering[name] or _local(types, facts, source)
-    return tuple(Layer(name, flop[name], traffic[name], saved[name], entering[name], name in again) for name in flop)
+            entering[name] = entering[name] or local_bytes(types, facts, source)
+    found = (Layer(n, flop[n], traffic[n], saved[n], entering[n], n in again, repeated=repeated[n]) for n in flop)
+    return tuple(found), by
+
+
+def inside(sites: Iterable[Region | Recurrent]) -> set[fx.Node]:
+    """The nodes that sites are made of."""
+    found = {n for site in sites if isinstance(site, Region) for n, _ in site.interior}
+    return found | {site.closing if isinstance(site, Region) else site.node for site in sites}
 
 
 def _needed(node: fx.Node, facts: Facts, kept: set[fx.Node], materialized: bool) -> list[fx.Node]:
@@ -201,7 +213,7 @@ def _einsum(node: fx.Node) -> float:
     return 2.0 * math.prod(sizes.values())
 
 
-_LOSSES = {aten.cross_entropy_loss.default, aten._log_softmax.default, aten.log_softmax.int}
+LOSSES = {aten.cross_entropy_loss.default, aten._log_softmax.default, aten.log_softmax.int}
 _PRODUCTS = {
     **dict.fromkeys((aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default), _product(0)),
     **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), _product(1)),
@@ -219,7 +231,7 @@ def _split(types: Types, node: fx.Node) -> bool:
     return isinstance(types.of(node), (Shard, Partial))
 
 
-def _local(types: Types, facts: Facts, node: fx.Node) -> float:
+def local_bytes(types: Types, facts: Facts, node: fx.Node) -> float:
     value = node.meta.get("val")
     values: Sequence[object] = value if isinstance(value, (tuple, list)) else (value,)
     whole = sum(v.nbytes for v in values if isinstance(v, Tensor))

@@ -32,6 +32,12 @@ class Traced:
     def nodes(self, graph: int) -> Sequence[fx.Node]:
         return list(self.graphs[graph].graph.nodes)
 
+    @property
+    def saved(self) -> int:
+        """How many values forward leaves for backward: its last results, and backward's first inputs."""
+        inputs = [n.name for n in self.nodes(1) if n.op == "placeholder"]
+        return sum(not name.startswith("tangents") for name in inputs)
+
     def sent(self, graph: int, ranks: int, rank: int) -> Counter[str]:
         """Bytes this rank sends in graph 0 (forward) or 1 (backward), by collective.
 

@@ -369,8 +369,8 @@ def brute_force(problem: Problem, planner: Planner) -> float:
                     repeated += c.forward[2]
                 again, kept, more = 0.0, layer.saved + c.saved, 0.0
                 if save != "everything":
-                    again, more = forward, layer.saved + c.saved
-                    kept = layer.entering + (c.output if what == "attention output" else c.always)
+                    again, kept = forward, layer.entering + (c.output if what == "attention output" else c.always)
+                    more = layer.saved + c.saved
                 if host:
                     assert planner.hardware.host is not None
                     copied, kept = kept - c.always, c.always
@@ -378,6 +378,7 @@ def brute_force(problem: Problem, planner: Planner) -> float:
                     ahead = forward + c.forward[0] + c.forward[2]
                     back = 2 * forward + c.backward[0] + c.backward[2] + again + repeated
                     again += sum(max(0.0, copied / planner.hardware.host.value - behind) for behind in (ahead, back))
+                more -= kept if save != "everything" else 0.0
                 own.append((c.seconds + 3 * forward + again + repeated, kept, c.held + more))
             ways.append(own)
         for plan in itertools.product(*ways):
@@ -458,6 +459,34 @@ def test_layers_wait_on_the_host_where_that_is_needed_and_there_is_a_link() -> N
     assert seconds(hosted) < seconds(slower) == seconds(without)
     asked = dataclasses.replace(none, saves=("layer input on host",))(problem)
     assert set(asked.saves.values()) == {"layer input on host"} and seconds(asked) > seconds(without), "asked for by the word"
+
+
+BY_TILES = dataclasses.replace(LAYER, saved=2e8, repeated=3e12, traffic=3e9)
+MAYBE = dataclasses.replace(LAYER, held=8e8, by_tiles=dataclasses.replace(BY_TILES, held=1e8))
+
+
+def test_feed_forward_blocks_are_tiled_where_memory_binds() -> None:
+    """By as many layers as need be; a plan made before has its own."""
+    problem, planner = model("ssssssss", MAYBE), Planner(load("h100"))
+    free, told = planner(problem), dataclasses.replace(LAYER, held=8e8)
+    assert free.tiles == () and seconds(free) == seconds(planner(model("ssssssss", told)))
+    found = [planner_of(planner, free, share)(problem) for share in (0.8, 0.6)]
+    some, all_but_few = (len(x.tiles) for x in found)
+    assert 0 < some < all_but_few <= 8 and seconds(free) < seconds(found[0]) < seconds(found[1])
+    assert not any(x.notes for x in found) and {c.saved for x in found for c in x.choices} == {"everything"}
+    plan = planned(problem, found[0])
+    assert plan.fingerprint != planned(problem, free).fingerprint
+    followed = Follow(plan, planner)(problem)
+    assert followed.tiles == found[0].tiles and seconds(followed) == pytest.approx(seconds(found[0]))
+    assert Follow(planned(problem, free), planner_of(planner, free, 0.6))(problem).tiles == ()
+    with pytest.raises(
+        PlanError, match=r"the feed-forward block of layers.\d by tiles, which it cannot be here; fix: tile='auto'"
+    ):
+        Follow(plan, planner)(model("ssssssss", told))
+
+
+def planner_of(planner: Planner, free: Decision, share: float) -> Planner:
+    return dataclasses.replace(planner, memory=peak(free) * share)
 
 
 @pytest.mark.parametrize("tight", [False, True])
@@ -571,10 +600,10 @@ def test_a_faster_way_that_does_not_fit() -> None:
     """Whole keys and values, which an all-gather would bring sooner, take memory that blocks on their way do not."""
     machine = load("h100")
     machine = dataclasses.replace(machine, name="blocking", overlap=dataclasses.replace(machine.overlap, value=0.0))
-    wide = dataclasses.replace(HEADS, kv_heads=16, q_seq=1 << 17, kv_seq=1 << 17, before=1 << 17)
+    wide = dataclasses.replace(HEADS, kv_heads=16, q_seq=1 << 17, kv_seq=1 << 17, before=1 << 17, ranks=16)
     pair = tuple(Candidate(s, dataclasses.replace(wide, work=1e8)) for s in ("gather-kv", "balanced-ring"))
     site = SiteProblem("attn", "attention", "l", pair)
-    problem = Problem(8, "bfloat16", (site,), (dataclasses.replace(LAYER, name="l"),))
+    problem = Problem(16, "bfloat16", (site,), (dataclasses.replace(LAYER, name="l"),))
     fast, slow = (priced(c.strategy, c.sizes, machine) for c in pair if c.sizes is not None)
     assert fast.seconds < slow.seconds and fast.held + fast.saved > slow.held + slow.saved
     decision = Planner(machine, memory=(LAYER.saved + slow.held + slow.saved) * 1.05)(problem)
@@ -619,7 +648,7 @@ def planned(problem: Problem, decision: Decision) -> Plan:
              saved=c.saved)
         for s, c in zip(problem.sites, decision.choices, strict=True)
     )  # fmt: skip
-    return Plan(problem.ranks, (), decision.layout, sites, (), (), (), "aot_eager", "all")
+    return Plan(problem.ranks, (), decision.layout, sites, (), (), (), "aot_eager", "all", tiles=decision.tiles)
 
 
 def follow(change: Callable[[Plan], Plan] = lambda p: p, problem: Problem | None = None) -> Decision:

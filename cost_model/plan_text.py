@@ -1,4 +1,4 @@
-"""What a plan says, as text: sites that are alike in one run, prices in seconds and bytes."""
+"""What plans say of sites, as text: those that are alike in one run, prices in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .amounts import shown
-
-if TYPE_CHECKING:
-    from .plan import Plan, Rejected, Site, Totals
+from .plan_rows import Rejected, Site, Totals
 
 
 @dataclass(frozen=True)
@@ -92,31 +89,6 @@ def heads(site: Site, strategy: str, params: Mapping[str, int], ranks: int) -> s
     return ", ".join(said)
 
 
-def text(plan: Plan) -> str:
-    """All of it, as `print(plan)` shows it."""
-    lengths = " and ".join(map(str, plan.sequence)) or "-"
-    machine = f", for {plan.hardware}" if plan.hardware else ""
-    lines = [
-        f"autosp plan {plan.fingerprint}: {plan.ranks} ranks, sequence {lengths}, {plan.layout} layout, {plan.compiler}{machine}"
-    ]
-    if plan.totals is not None:
-        lines.append(f"a step takes {summary(plan.totals, plan.ranks)}")
-    for run in runs(plan.sites):
-        lines += _run(run, plan.ranks)
-    if not plan.sites:
-        lines.append("  no attention found")
-    if plan.tiles:
-        lines.append(f"  feed-forward blocks by tiles: {together(plan.tiles)}")
-    lines.append("gathered and run replicated:" if plan.fallbacks else "gathered and run replicated: nothing")
-    lines += [f"  {f.op}: {_bytes(f.bytes)} ({f.reason})  {f.source_line}" for f in plan.fallbacks]
-    lines.append("collectives, bytes sent by a rank (forward / backward):")
-    lines += [
-        f"  {c.count} x {c.op}: {_bytes(c.bytes_forward)} / {_bytes(c.bytes_backward)}  {c.purpose}" for c in plan.collectives
-    ]
-    lines.append("outputs: " + "; ".join(plan.outputs))
-    return "\n".join([*lines, *(f"note: {n}" for n in plan.notes)])
-
-
 def summary(totals: Totals, ranks: int) -> str:
     """A step's totals in one line."""
     tokens = totals.tokens_per_s_per_device
@@ -131,25 +103,27 @@ def summary(totals: Totals, ranks: int) -> str:
     )
 
 
-def _run(run: Run, ranks: int) -> list[str]:
+def of_run(run: Run, ranks: int) -> list[str]:
+    """Lines on its sites: what they are, what was chosen, and what was not."""
     s = run.site
     keeps = "" if s.saved == "everything" else f", backward keeps its {s.saved}"
     lines = [
         f"  {run.name}: {s.kind}, {way(s.strategy, s.params)}; {s.q_heads}/{s.kv_heads} heads x {s.head_dim}/{s.value_dim}, "
         f"{s.q_seq} x {s.kv_seq}, {s.sees}; takes {shown(s.seconds.total, 's')} ({shown(s.seconds.exposed, 's')} waiting), "
-        f"sends {_bytes(s.bytes_forward)} / {_bytes(s.bytes_backward)}{keeps}"
+        f"sends {sized(s.bytes_forward)} / {sized(s.bytes_backward)}{keeps}"
     ]
     lines += [f"      {note}" for note in (s.note, heads(s, s.strategy, s.params, ranks)) if note]
     for r in s.rejected:
         numbers = [shown(r.seconds, "s")] if r.seconds is not None else []
-        numbers += [_bytes(r.bytes_sent)] if r.bytes_sent is not None else []
+        numbers += [sized(r.bytes_sent)] if r.bytes_sent is not None else []
         why = heads(s, r.strategy, r.params, ranks) if numbers else ""
         price = f" ({', '.join(numbers)})" if numbers else ""
         lines.append(f"      not {way(r.strategy, r.params)}: {r.reason}{price}{why and '; ' + why}")
     return [*lines, f"      {s.source_line}"]
 
 
-def _bytes(n: int) -> str:
+def sized(n: int) -> str:
+    """ "1.50 MB"."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n >= scale:
             return f"{n / scale:.2f} {unit}"

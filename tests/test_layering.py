@@ -86,3 +86,14 @@ def test_a_wrong_import_is_seen(folder: str, line: str) -> None:
 )
 def test_a_right_import_passes(folder: str, line: str) -> None:
     assert not forbidden(folder, list(imported(line, f"autosp.{folder}")))
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = {f"{package_of(path)}.{path.stem}": path for path in FILES if path.stem != "__init__"}
+    needs = {}
+    for name, path in files.items():
+        imports = list(imported(path.read_text(), package_of(path)))
+        needs[name] = {n if n in files else n.rpartition(".")[0] for n in imports} & files.keys() - {name}
+    while free := {name for name, used in needs.items() if not used & needs.keys()}:
+        needs = {name: used for name, used in needs.items() if name not in free}
+    assert not needs, "each of these needs another of them"

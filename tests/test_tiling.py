@@ -258,12 +258,12 @@ def chosen(mesh: DeviceMesh, seq_len: int, memory: float) -> tuple[float, tuple[
 
 
 def test_blocks_that_the_planner_tiles_are_exact(pool: Pool) -> None:
-    """Where a fifth of the activations has no room."""
+    """Where a tenth of the activations has no room."""
     module, inputs = zoo.build("llama", 101)
     free = trace(module, inputs, 3, backward=False, strategy="ring").compiled.plan
     assert free.totals is not None and free.tiles == ()
     own = free.totals.parameter_bytes
-    for error, tiled, text in pool.run(chosen, 101, (own + 0.8 * (free.totals.peak_bytes - own)) / 0.97, on=3):
+    for error, tiled, text in pool.run(chosen, 101, (own + 0.9 * (free.totals.peak_bytes - own)) / 0.97, on=3):
         assert error < EXACT and tiled and set(tiled) <= {"model.layers.0", "model.layers.1"}
         assert any(line.startswith("  feed-forward blocks by tiles: model.layers.") for line in text)
         assert any("feed-forward block" in line and "never exist whole" in line for line in text)

@@ -7,8 +7,6 @@ the forward pass or in the backward pass, which runs each block's program again 
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -17,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import random
+from .programs import Autocast, Programs, under
 
 BLOCK_ELEMENTS = 1 << 22  # most values over (row, column) pairs that one block may hold at a time
 
@@ -47,7 +46,7 @@ class RowProgram:
     out_dim: int
     blocks: tuple[Block, ...]
     differentiable: tuple[int, ...]
-    autocast: tuple[str, torch.dtype] | None = None
+    autocast: Autocast | None = None
     copies: int = 1
 
     def pieces(self) -> Iterator[Block]:
@@ -71,26 +70,17 @@ class RowProgram:
         return out
 
     def block(self, leaves: list[Tensor], block: Block) -> Tensor:
-        with self.mode():
+        with under(self.autocast):
             return self.run(block.stop - block.start, block.last - block.first, *leaves)
 
-    def mode(self) -> contextlib.AbstractContextManager[object]:
-        """The autocast state under which the model was compiled; a compiled graph runs outside it."""
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.autocast[0], dtype=self.autocast[1])
 
-
-_PROGRAMS: dict[str, RowProgram] = {}  # a custom op takes strings, not callables: programs by the hash of their text
+_PROGRAMS = Programs[RowProgram]()
 
 
 def register(program: RowProgram) -> str:
     """The name under which `asp::attend` finds `program`; equal programs share one."""
     p = program
-    text = repr((p.key, p.row_dims, p.col_dims, p.out_dim, p.blocks, p.differentiable, p.autocast, p.copies))
-    name = hashlib.sha256(text.encode()).hexdigest()[:24]
-    _PROGRAMS[name] = program
-    return name
+    return _PROGRAMS.add(p, p.key, p.row_dims, p.col_dims, p.out_dim, p.blocks, p.differentiable, p.autocast, p.copies)
 
 
 def row_blocks(rows: int, pairs_per_row: int) -> list[tuple[int, int]]:

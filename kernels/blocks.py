@@ -8,9 +8,7 @@ output and log-sum-exp each block's gradient follows from its scores alone (Flas
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from . import flash, random
 from .layout import Intervals
+from .programs import Autocast, Programs, under
 from .schedule import Schedule, Tile
 from .sight import Grid, Sight
 from .travel import Piece, Route, Work, run
@@ -69,7 +68,7 @@ class BlockProgram:
     sight: Sight
     per_batch: bool = False
     flash: Flash | None = None
-    autocast: tuple[str, torch.dtype] | None = None
+    autocast: Autocast | None = None
 
     @functools.cached_property
     def fixed(self) -> Schedule:
@@ -78,12 +77,6 @@ class BlockProgram:
 
     def schedule(self, cells: Tensor | None) -> Schedule:
         return self.fixed if cells is None else _of_batch(self, cells.numpy().tobytes())
-
-    def mode(self) -> contextlib.AbstractContextManager[object]:
-        """The autocast state under which the model was compiled; a compiled graph runs outside it."""
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.autocast[0], dtype=self.autocast[1])
 
     @property
     def statistics_shape(self) -> tuple[int, ...]:
@@ -126,17 +119,14 @@ def _of_batch(program: BlockProgram, cells: bytes) -> Schedule:
     return program.route.schedule(grid.of(np.frombuffer(cells, np.int8)))
 
 
-_PROGRAMS: dict[str, BlockProgram] = {}  # a custom op takes strings, not callables: programs by the hash of their text
+_PROGRAMS = Programs[BlockProgram]()
 
 
 def register(program: BlockProgram) -> str:
     """The name under which `asp::block_attention` finds `program`; equal programs share one."""
     p = program
     shapes = p.carriers, p.row_dims, p.col_dims, p.differentiable, p.out_shape, p.lse_shape, p.dtype
-    text = (p.key, *shapes, p.flash is None, p.route.key, p.sight.key, p.per_batch, p.autocast)
-    name = hashlib.sha256(repr(text).encode()).hexdigest()[:24]
-    _PROGRAMS.setdefault(name, program)
-    return name
+    return _PROGRAMS.add(p, p.key, *shapes, p.flash is None, p.route.key, p.sight.key, p.per_batch, p.autocast)
 
 
 def registered(name: str) -> BlockProgram:
@@ -159,7 +149,7 @@ class _Forward(Work):
     def compute(self, tile: Tile, rows: Piece, cols: Piece, row_out: Piece, col_out: Piece) -> None:
         cut = self.program.cut(tile, self.leaves, rows, cols)
         out, lse = row_out.cut(0, *tile.rows), row_out.cut(1, *tile.rows)
-        with self.program.mode():
+        with under(self.program.autocast):
             self._merge(out, lse, *_attend(self.program, tile, cut))
 
     def _merge(self, out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -253,7 +243,7 @@ class _Backward(Work):
         n = len(rows.tensors)
         grad, lse, delta = (rows.cut(i, *tile.rows) for i in (n - 3, n - 2, n - 1))
         cut = program.cut(tile, self.leaves, rows, cols)
-        with program.mode():
+        with under(program.autocast):
             grads = _pulled(program, tile, cut, grad, lse, delta)
         for i, g in grads.items():
             if i in program.differentiable:

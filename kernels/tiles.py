@@ -8,13 +8,13 @@ Liger Kernel, arXiv 2410.10989).
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from .programs import Autocast, Programs, under
 
 TILE_ELEMENTS = 1 << 27  # most elements of the widest value of a tile: 512 MB in float32
 
@@ -55,7 +55,7 @@ class TileProgram:
     rows: int
     differentiable: tuple[int, ...]
     floating: tuple[int, ...]
-    autocast: tuple[str, torch.dtype] | None = None
+    autocast: Autocast | None = None
 
     def tiles(self) -> list[tuple[int, int]]:
         """The tokens of each tile; no tokens are one empty tile."""
@@ -75,26 +75,17 @@ class TileProgram:
         return size
 
     def tile(self, leaves: Sequence[Tensor], rows: int) -> Sequence[Tensor]:
-        with self.mode():
+        with under(self.autocast):
             return self.run(rows, *leaves)
 
-    def mode(self) -> contextlib.AbstractContextManager[object]:
-        """The autocast state under which the model was compiled; a compiled graph runs outside it."""
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.autocast[0], dtype=self.autocast[1])
 
-
-_PROGRAMS: dict[str, TileProgram] = {}  # a custom op takes strings, not callables: programs by the hash of their text
+_PROGRAMS = Programs[TileProgram]()
 
 
 def register(program: TileProgram) -> str:
     """The name under which `asp::tiled` finds `program`; equal programs share one."""
     p = program
-    text = repr((p.key, p.leaves, p.results, p.tokens, p.rows, p.differentiable, p.floating, p.autocast))
-    name = hashlib.sha256(text.encode()).hexdigest()[:24]
-    _PROGRAMS[name] = program
-    return name
+    return _PROGRAMS.add(p, p.key, p.leaves, p.results, p.tokens, p.rows, p.differentiable, p.floating, p.autocast)
 
 
 def program(name: str) -> TileProgram:

@@ -70,13 +70,13 @@ def backward_collectives(mesh: DeviceMesh) -> tuple[int, int]:
     import importlib
 
     module = importlib.import_module("autosp.dynamo_backend")
-    eager, graphs = module._eager, []
-    module._eager = lambda gm: graphs.append(gm) or eager(gm)
+    reshape, graphs = module._reshape, []
+    module._reshape = lambda gm: graphs.append(gm) or reshape(gm)
     try:
         _, parallel, inputs = twins("gqa_sdpa", mesh)
         step(parallel, inputs)
     finally:
-        module._eager = eager
+        module._reshape = reshape
     reduces = [n for n in graphs[-1].graph.nodes if n.target is torch.ops._c10d_functional.all_reduce.default]
     return len(reduces), len(list(parallel.parameters()))
 

@@ -138,22 +138,19 @@ def held(found: Traced) -> int:
 
 
 PEAKS = [  # with all nine of these and more, docs/design/0018
-    ("all-to-all", "none", {}),
-    ("all-to-all", "full", {}),
-    ("ring", "none", {}),
-    ("ring", "attention", {}),
-    ("gather-kv", "attention", {}),
-    ("ring", "full", {"vocab": 2048}),
-    ("all-to-all", "attention", {"vocab": 4096, "outputs": "loss", "tile": 64}),
+    ("all-to-all", "none", 64, {}),
+    ("ring", "attention", 64, {}),
+    ("gather-kv", "attention", 64, {}),
+    ("ring", "full", 2048, {}),
+    ("all-to-all", "attention", 4096, {"outputs": "loss", "tile": 64}),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "memory", "options"), PEAKS)
+@pytest.mark.parametrize(("strategy", "memory", "vocab", "options"), PEAKS)
 def test_what_is_kept_and_what_is_there_at_the_peak_is_what_the_plan_says(
-    monkeypatch: pytest.MonkeyPatch, strategy: str, memory: str, options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, strategy: str, memory: str, vocab: int, options: dict[str, Any]
 ) -> None:
-    model = llama(2, 2048, options.pop("vocab", 64))
-    found = trace(*model, 4, decide=Planner(load("cpu"), *room(memory)), strategy=strategy, **options)
+    found = trace(*llama(2, 2048, vocab), 4, decide=Planner(load("cpu"), *room(memory)), strategy=strategy, **options)
     totals = found.compiled.plan.totals
     assert totals is not None and held(found) == pytest.approx(totals.activation_bytes, rel=0.1)
     monkeypatch.setattr(attend, "BLOCK_ELEMENTS", 1 << 16)  # of scores: as small beside all else as in a long sequence

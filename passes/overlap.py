@@ -1,10 +1,10 @@
 """Exchanges start as early and are waited for as late as what depends on them allows, in graphs that PyTorch's partitioner made.
 
-Exchanges keep their order, so ranks still meet in the same one. Between two of them first comes what the next one needs, and of
-that first what waits for nothing; what it does not need is computed while that one travels. So gradients of weights hide an
-exchange on the way to the layer before, some heads of an attention hide what others exchange, and the rest of backward hides the
-reduction of a bucket of gradients. Parameters in parts are gathered one layer ahead. Copies to and from the host start where
-`host.to_host` puts them, and keep their place among exchanges.
+Exchanges keep their order, so ranks still meet in the same one. Before each comes what it needs, and of that first what waits for
+nothing; before a wait, whatever is ready. So the projection of queries hides an exchange of values, gradients of weights one on
+the way to the layer before, some heads of an attention what others exchange, and the rest of backward the reduction of a bucket
+of gradients. Parameters in parts are gathered one layer ahead. Copies to and from the host start where `host.to_host` puts them,
+and keep their place among exchanges.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ def overlap(graph: fx.Graph, communicates: Callable[[object], bool]) -> None:
         pending.append(node)
         if communicates(node.target) or _draws(node) or host.starts(node):
             if of_parameters(node):  # these could all start at once, and every layer's parameters would be whole together
-                for wait in gathered:
-                    order.place(wait)
+                order.place(*gathered)
                 gathered = [x for x in node.users if _waits(x)]
-            if not any(_waits(x) for x in node.users):  # nothing travels beside it: what can end before it takes no memory
+                order.place(node)
                 order.put_ready(pending)
-            order.place(node)
-            order.put_ready(pending)
+            else:
+                # Where nothing travels beside it, what can end before it takes no memory.
+                if order.waits_for(node) or not any(_waits(x) for x in node.users):
+                    order.put_ready(pending)
+                order.place(node)
             pending = [n for n in pending if n not in order.placed]
     order.place(*pending)
     inputs = [n for n in nodes if n.op == "placeholder"]
@@ -68,6 +70,18 @@ class _Order:
         for node in nodes:
             if node not in self.placed and not _waits(node) and not self._missing(node):
                 self.put(node)
+
+    def waits_for(self, node: fx.Node) -> bool:
+        """Whether a wait that has no place yet must come before a node."""
+        seen, stack = set[fx.Node](), self._missing(node)
+        while stack:
+            x = stack.pop()
+            if _waits(x):
+                return True
+            if x not in seen:
+                seen.add(x)
+                stack += self._missing(x)
+        return False
 
     def _missing(self, node: fx.Node) -> list[fx.Node]:
         return [x for x in node.all_input_nodes if x in self._position and x not in self.placed]

@@ -118,7 +118,8 @@ def all_to_all(region: Region, ctx: SiteContext, turns: int = 1) -> Recipe:
         arriving = [leaf.move(b, x) for leaf, x in zip(leaves.values(), values, strict=True)]
         # Exchanges keep this order, and `overlap` starts each as early as it can: all before the first attention, and a turn's
         # results go back before the next turn's attention. Backward is the same the other way round.
-        here = [{use: next(x) for use, x in zip(leaves, arriving, strict=True)} for _ in heads]
+        # Values go first: they need no more than their projection, and those of keys and queries hide them.
+        here = [{use: next(x) for use, x in reversed([*zip(leaves, arriving, strict=True)])} for _ in heads]
         results = []
         for at_hand, each in zip(here, heads, strict=True):
             results.append(_computed(b, region, ctx, at_hand, Heads(*each[b.rank], region.heads), ((0, region.row.length),)))

@@ -170,8 +170,7 @@ def tile_bytes(region: Wide, rows: int) -> float:
 
 
 def _sums(region: Wide) -> float:
-    weights = [leaf.what[0] for leaf in region.leaves if isinstance(leaf.what, tuple) and leaf.along is None]
-    return sum(float(_accumulator(region) * math.prod(shape(x))) for x in weights)
+    return sum(float(_accumulator(region) * math.prod(shape(x))) for x in region.weights)
 
 
 def _accumulator(region: Wide) -> int:

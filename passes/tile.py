@@ -49,6 +49,11 @@ class Wide:
     bytes: int
     loss: bool
 
+    @property
+    def weights(self) -> list[fx.Node]:
+        """Values of the model that it reads whole for every tile."""
+        return [leaf.what[0] for leaf in self.leaves if isinstance(leaf.what, tuple) and leaf.along is None]
+
 
 @dataclass(frozen=True)
 class Leaf:

@@ -41,8 +41,7 @@ def rows_of(asked: str | int, region: Wide) -> int:
     if isinstance(asked, int):
         return asked
     most = max(region.layout.sizes)
-    weights = [leaf.what[0] for leaf in region.leaves if isinstance(leaf.what, tuple) and leaf.along is None]
-    largest = tiles.TILE_ELEMENTS if region.loss else max((math.prod(shape(x)) for x in weights), default=0)
+    largest = tiles.TILE_ELEMENTS if region.loss else max((math.prod(shape(x)) for x in region.weights), default=0)
     return max(1, largest // region.widest) if largest < region.widest * most else 0
 
 

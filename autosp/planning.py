@@ -14,7 +14,7 @@ from .cost_model.planner import Follow, Planner
 from .cost_model.problem import SAVES, Decide
 
 # What backward may find of a layer, by the word for it: whatever is fastest and fits, or the same of every layer.
-WORDS = ("none", "attention", "full", "offload-attention", "offload")
+WORDS = ("none", "qkv", "attention", "full", "offload-qkv", "offload-attention", "offload")
 MEMORY = {"auto": SAVES, **{word: (save,) for word, save in zip(WORDS, SAVES, strict=True)}}
 
 

@@ -79,7 +79,7 @@ def _scanned(passed: Expr, sent: Expr, far: Expr, joins: Expr = NOTHING) -> Pric
         exposed = passed - hidden(passed, work * f_i / rate + call / 3)
         return Pass(compute, passed + order, exposed + order, sent + relaid, far + relaid * FAR)
 
-    return Price(way(ONE, F_f, tau, f_s + f_A), way(BACK, F_b, tau_b, f_s), TOKENS + s, 2 * s_A + relaid, OUTPUT, OUTPUT)
+    return Price(way(ONE, F_f, tau, f_s + f_A), way(BACK, F_b, tau_b, f_s), TOKENS + s, 2 * s_A + relaid, TOKENS + s, OUTPUT, OUTPUT)
 
 
 def _chained() -> Price:
@@ -107,7 +107,7 @@ def _chained() -> Price:
         sent, far = n_s * s, n_s * s * BETWEEN / Max(1, P - 1)
         return Pass(compute, passed + behind + order, exposed + order, sent + relaid, far + relaid * FAR)
 
-    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * s_A + relaid, OUTPUT, OUTPUT)
+    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * s_A + relaid, TOKENS + s, OUTPUT, OUTPUT)
 
 
 def _linear_all_to_all() -> Price:
@@ -117,7 +117,9 @@ def _linear_all_to_all() -> Price:
     def way(work: Expr, rate: Expr, call: Expr) -> Pass:
         return Pass(work * f / rate + call, moved + order, moved + order, x + relaid, (x + relaid) * FAR)
 
-    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * TOKENS + relaid, TOKENS + OUTPUT, OUTPUT)
+    both, resent = TOKENS + OUTPUT, exchange(x * (1 - 1 / n_x), n_x - 1)  # all but results
+    forward, backward = way(ONE, F_f, tau), way(BACK, F_b, tau_b)
+    return Price(forward, backward, TOKENS + s, 2 * TOKENS + relaid, both, both, OUTPUT, resent, exchanged=True)
 
 
 LINEAR_COSTS: dict[str, Price] = {

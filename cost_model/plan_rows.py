@@ -123,9 +123,10 @@ class Layer:
     saved: bytes that backward needs if nothing is computed again; entering: bytes of what enters the layer. checkpointed: the
     model itself has it computed again. Bytes beside what all layers keep: held, of gradients at their widest; waiting, of those
     that are there when an attention's gradient begins; unfinished, of those that are left for the layer before. held_early and
-    waiting_early: where no weight's gradient waits for an exchange, less what is no longer kept. repeated: FLOP
-    of products that backward computes once more in any case, by tiles. by_tiles: the same layer with its feed-forward block by
-    tiles, where that may be chosen.
+    waiting_early: where no weight's gradient waits for an exchange, less what is no longer kept. FLOP of products: repeated, of
+    those that backward computes once more in any case, by tiles; unread, of those whose results backward never reads, so that it
+    need not compute them again; projections, of those that it reads for attention's operands alone. by_tiles: the same layer with
+    its feed-forward block by tiles, where that may be chosen.
     """
 
     name: str
@@ -140,6 +141,8 @@ class Layer:
     held_early: float = 0.0
     waiting_early: float = 0.0
     repeated: float = 0.0
+    unread: float = 0.0
+    projections: float = 0.0
     by_tiles: Layer | None = None
 
 

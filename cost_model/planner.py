@@ -197,8 +197,17 @@ def layer_seconds(layer: Layer, hardware: Hardware, dtype: str) -> float:
 
 
 def repeated_seconds(layer: Layer, hardware: Hardware, dtype: str) -> float:
-    """Of that, what backward computes once more whatever it finds, and then not again."""
+    """Of that, what backward computes once more whatever it finds."""
     return layer.repeated / hardware.rate("matmul", dtype)
+
+
+def again_seconds(save: str, layer: Layer, costs: Sequence[Cost], hardware: Hardware, dtype: str) -> float:
+    """Of that, what backward computes again beside sites: not the products that only attention's operands need, where it finds
+    these of all sites."""
+    if save == "everything":
+        return 0.0
+    spared = layer.unread + (layer.projections if all(c.has_operands(save) for c in costs) else 0.0)
+    return layer_seconds(layer, hardware, dtype) - spared / hardware.rate("matmul", dtype)
 
 
 def _ways(problem: Problem, layer: Layer, sites: Sequence[SiteProblem], layout: str, planner: Planner) -> tuple[_Way, ...]:
@@ -219,7 +228,7 @@ def _ways(problem: Problem, layer: Layer, sites: Sequence[SiteProblem], layout: 
         once = sum(c.seconds for c in costs) + (1 + BACKWARD) * forward + repeated
         for save in allowed(layer, planner.offered):
             whole = save == "everything"
-            again = 0.0 if whole else forward - repeated + sum(c.again(save) for c in costs)
+            again = again_seconds(save, layer, costs, hardware, problem.dtype) + sum(c.again(save) for c in costs)
             kept = kept_bytes(save, layer) + sum(c.kept(save) for c in costs)
             late = problem.ranks > 1 and (not costs or any(c.late[not whole] for c in costs))
             held = problem.returned + _held(problem, layer, costs, late)

@@ -44,21 +44,27 @@ class Pass:
 @dataclass(frozen=True)
 class Price:
     """A strategy's row. Bytes on a rank: `saved` from forward for backward, `held` at most while it runs beside them. Where its
-    layer is computed again: `output`, what is saved for backward to repeat neither its exchange nor, if it is no linear
-    attention, its work; `always`, what is saved even where all else is repeated. late: whether weights' gradients wait for
-    an exchange of its backward, beside which they are made, where nothing is repeated and where its layer is."""
+    layer is computed again: `operands`, what is saved of what it reads, before heads are exchanged, and gives; `output`, what is
+    saved for backward to repeat neither its exchange nor, if it is no linear attention, its work; `always`, what is saved even
+    where all else is repeated. resent: seconds to exchange operands again. exchanged: whether `output` has the operands, as they
+    arrived. late: whether weights' gradients wait for an exchange of its backward, beside which they are made, where nothing is
+    repeated and where its layer is."""
 
     forward: Pass
     backward: Pass
     saved: Expr
     held: Expr
+    operands: Expr
     output: Expr
     always: Expr = NOTHING
+    resent: Expr = NOTHING
+    exchanged: bool = False
     late: tuple[bool, bool] = (True, True)
 
     @property
     def terms(self) -> list[Expr]:
-        return [*vars(self.forward).values(), *vars(self.backward).values(), self.saved, self.held, self.output, self.always]
+        kept = [self.saved, self.held, self.operands, self.output, self.always, self.resent]
+        return [*vars(self.forward).values(), *vars(self.backward).values(), *kept]
 
 
 # Shared -------------------------------------------------------------------------------------------

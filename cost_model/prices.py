@@ -19,6 +19,7 @@ from . import states, steps, volumes
 from .hardware import Hardware
 from .linear_prices import BACK, LINEAR_COSTS
 from .price import Pass, Price, many
+from .problem import on_host, with_operands
 from .softmax_prices import COSTS, TRAVELLING
 from .states import LinearAttention
 from .symbols import (
@@ -99,10 +100,7 @@ MASKED = 0.75  # of a kernel's rate, where a mask is made and applied for each b
 
 
 # Of a `Price` and of its numbers: what a device keeps, by what backward finds of the layer (`problem.SAVES`).
-_KEPT = {
-    "everything": "saved", "attention output": "output", "layer input": "always",
-    "attention output on host": "always", "layer input on host": "always",
-}  # fmt: skip
+_KEPT = {"everything": "saved", "attention operands and output": "operands", "attention output": "output", "layer input": "always"}
 
 
 @dataclass(frozen=True)
@@ -113,9 +111,12 @@ class Cost:
     backward: tuple[float, float, float, float, float]
     saved: float
     held: float
+    operands: float
     output: float
     always: float
+    resent: float
     linear: bool
+    exchanged: bool
     late: tuple[bool, bool]
 
     def _both(self, i: int) -> float:
@@ -139,7 +140,7 @@ class Cost:
 
     def kept(self, save: str) -> float:
         """Bytes from forward to backward, by what backward finds of the layer (`problem.SAVES`)."""
-        return float(getattr(self, _KEPT[save]))
+        return self.always if on_host(save) else float(getattr(self, _KEPT[save]))
 
     def hosted(self, save: str) -> float:
         """Bytes that are in the host's memory meanwhile."""
@@ -149,9 +150,14 @@ class Cost:
         """Seconds that backward takes to compute again what it does not find."""
         if save == "everything":
             return 0.0
+        local, sent = self.forward[0], self.resent if with_operands(save) else 0.0
         if self.linear:
-            return self.forward[0]
-        return self.forward[0] + self.forward[2] if save.startswith("layer input") else 0.0
+            return local + sent
+        return local + self.forward[2] if save.startswith("layer input") else sent
+
+    def has_operands(self, save: str) -> bool:
+        """Whether backward finds what attention reads, so that nothing is computed again for that alone."""
+        return with_operands(save) or (save.startswith("attention output") and self.exchanged)
 
     @property
     def sent(self) -> tuple[int, int]:
@@ -179,9 +185,9 @@ def cost(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware, 
     values = bound(strategy, sizes, hardware, dtype)
     found = _compiled(isinstance(sizes, LinearAttention), strategy)(*(values.get(q, 0.0) for q in _ALL))
     numbers = tuple(float(v) for v in found)
-    linear, (saved, held, output, always) = isinstance(sizes, LinearAttention), numbers[10:]
-    forward, backward, late = numbers[:5], numbers[5:10], row(strategy, linear).late
-    return Cost(forward, backward, saved, held, output, always, linear, late)  # type: ignore[arg-type]
+    linear = isinstance(sizes, LinearAttention)
+    price = row(strategy, linear)
+    return Cost(numbers[:5], numbers[5:10], *numbers[10:], linear, price.exchanged, price.late)  # type: ignore[arg-type]
 
 
 def sent(strategy: str, sizes: Attention | LinearAttention) -> tuple[int, int]:
@@ -194,7 +200,8 @@ def sent(strategy: str, sizes: Attention | LinearAttention) -> tuple[int, int]:
 def kept(strategy: str, sizes: Attention | LinearAttention, save: str) -> float:
     """`Cost.kept`: on any machine the same."""
     price = row(strategy, isinstance(sizes, LinearAttention))
-    return float(getattr(price, _KEPT[save]).subs(counted(strategy, sizes)))
+    term = price.always if on_host(save) else getattr(price, _KEPT[save])
+    return float(term.subs(counted(strategy, sizes)))
 
 
 def bound(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware, dtype: str) -> Values:

@@ -12,13 +12,19 @@ from .states import LinearAttention
 from .volumes import Attention
 
 LAYOUTS = ("contiguous", "head-tail")
-# What backward finds of a layer: all it needs; the results of its attention, whose exchange and work it then need not repeat;
-# only the layer's input. The last two wait in the host's memory, where the layer's input and what attention keeps can.
-SAVES = ("everything", "attention output", "layer input", "attention output on host", "layer input on host")
+# What backward finds of a layer: all it needs; of its attention what it read, before heads were exchanged, and gave; what it gave
+# and what was exchanged for it, so that neither is done again; only the layer's input. What is less than all can wait in the
+# host's memory.
+_SOME = ("attention operands and output", "attention output", "layer input")
+SAVES = ("everything", *_SOME, *(f"{some} on host" for some in _SOME))
 
 
 def on_host(save: str) -> bool:
     return save.endswith(" on host")
+
+
+def with_operands(save: str) -> bool:
+    return save.startswith("attention operands")
 
 
 @dataclass(frozen=True)
@@ -140,5 +146,5 @@ def sizes_of(row: Mapping[str, Any]) -> Sizes | None:
 
 __all__ = [
     "LAYOUTS", "SAVES", "Beside", "Candidate", "Choice", "Decide", "Decision", "Exchange", "Layer", "Problem", "Refused",
-    "SiteProblem", "Sizes", "as_row", "on_host", "sizes_of",
+    "SiteProblem", "Sizes", "as_row", "on_host", "sizes_of", "with_operands",
 ]  # fmt: skip

@@ -81,7 +81,9 @@ def _all_to_all() -> Price:
 
     again = Max(0, P / H_kv - 1) * T / P * B * H_kv * (D + D_v) * e  # key/value heads that several ranks need
     saved = SAVED + again + many * ROWS * D_v * e  # all on heads, and what came back
-    return Price(way("forward"), way("backward"), saved, SAVED, saved)
+    resent = exchange(queries + both, 3 + (t - 1) * (1 + 2 * y))
+    operands = SAVED + many * ROWS * D_v * e
+    return Price(way("forward"), way("backward"), saved, SAVED, operands, saved, resent=resent, exchanged=True)
 
 
 def _gather_kv() -> Price:
@@ -94,6 +96,7 @@ def _gather_kv() -> Price:
         SAVED - Min(1, h_r) * OUTPUT,  # blocks of rows are computed again
         # Gathered again; gradients, and what they are added to or scattered from.
         whole * (1 - 1 / P) + 2 * whole * (1 + h_r / H_kv),
+        SAVED,
         OUTPUT,
         late=(False, True),
     )
@@ -149,7 +152,9 @@ def _travelling(exchanged: bool = False) -> Price:
     forward = way("forward", MERGED_F / beta_m, sent, (b_f, g_f, d_f))
     backward = way("backward", MERGED_B / beta_m, back, (b_b, g_b, d_b))
     whole = SAVED + ROWS * D_v * e if exchanged else SAVED
-    return Price(forward, backward, whole, held + extra, whole if exchanged else OUTPUT, late=(exchanged, exchanged))
+    resent = exchange(extra - (u - 1) / u * ROWS * D_v * e, 3) if exchanged else Integer(0)  # all but results
+    output, late = whole if exchanged else OUTPUT, (exchanged, exchanged)
+    return Price(forward, backward, whole, held + extra, whole, output, resent=resent, exchanged=exchanged, late=late)
 
 
 TRAVELLING = ("halo", "ring", "balanced-ring", "ring-a2a")

@@ -16,9 +16,9 @@ from .hardware import Hardware
 from .linear_programs import linear_ops
 from .messages import Ops
 from .plan import Beside, Exchange, Layer, Plan, PlanError, Totals
-from .planner import BACKWARD, copy_seconds, exchange_seconds, layer_seconds, repeated_seconds
+from .planner import BACKWARD, again_seconds, copy_seconds, exchange_seconds, layer_seconds, repeated_seconds
 from .prices import Cost, cost
-from .problem import Decision, Problem, Sizes, on_host
+from .problem import Decision, Problem, Sizes, on_host, with_operands
 from .programs import attention_ops
 from .retold import sizes
 from .simulator import Event, Op, Timeline, simulate
@@ -130,7 +130,7 @@ def step(
             found = (saves or {}).get(name, "everything")
             _layer(clock, layers.get(name, Layer(name)), inside[name], beside.dtype, found, back)
     for each in beside.exchanges:
-        clock.run("", ("exchange", each), lambda each=each: _exchanged(each, ranks, beside.data_parallel, hardware))  # type: ignore[misc]
+        clock.exchange("", f"{each.count} x {each.collective}", exchange_seconds(each, ranks, beside.data_parallel, hardware))
     return Step(ranks, tuple(clock.parts))
 
 
@@ -147,15 +147,17 @@ def _layer(clock: _Clock, layer: Layer, sites: Sequence[StepSite], dtype: str, f
     before as after each."""
     forward = layer_seconds(layer, clock.hardware, dtype)
     tiles = repeated_seconds(layer, clock.hardware, dtype)
+    costs = [cost(s.strategy, s.sizes, clock.hardware, dtype) for s in sites]
     if on_host(found):
-        costs = [cost(s.strategy, s.sizes, clock.hardware, dtype) for s in sites]
         copies = copy_seconds(found, layer, costs, clock.hardware, dtype)[back]
         clock.compute(
             layer.name, "backward: rest of copies from the host" if back else "forward: rest of copies to the host", copies
         )
+    if back and with_operands(found):
+        clock.exchange(layer.name, "operands again", sum(c.resent for c in costs))
     if back and found != "everything":
         repeated = [s for s in sites if found.startswith("layer input") or isinstance(s.sizes, LinearAttention)]
-        _passed(clock, layer, repeated, dtype, False, forward - tiles, " again")
+        _passed(clock, layer, repeated, dtype, False, again_seconds(found, layer, costs, clock.hardware, dtype), " again")
     _passed(clock, layer, sites[::-1] if back else sites, dtype, back, forward * BACKWARD + tiles if back else forward, "")
 
 
@@ -172,13 +174,6 @@ def _passed(clock: _Clock, layer: Layer, sites: Iterable[StepSite], dtype: str, 
             key = (s.strategy, s.sizes, back)
             clock.run(f"{s.name}{again}", key, lambda s=s: site_ops(s.strategy, s.sizes, back, clock.hardware, dtype))  # type: ignore[misc]
         clock.compute(f"{name}{again}", f"{way}: all but attention", share)
-
-
-def _exchanged(each: Exchange, ranks: int, data_parallel: int, hardware: Hardware) -> list[Op]:
-    ops = Ops(hardware, ranks)
-    seconds = exchange_seconds(each, ranks, data_parallel, hardware)
-    ops.whole(f"{each.count} x {each.collective}", seconds)
-    return ops.ops
 
 
 class _Clock:
@@ -205,6 +200,17 @@ class _Clock:
             made = Ops(self.hardware, self.ranks)
             for rank in range(self.ranks):
                 made.compute(rank, what, seconds)
+            return made.ops
+
+        if seconds > 0:
+            self.run(name, (what, seconds), ops)
+
+    def exchange(self, name: str, what: str, seconds: float) -> None:
+        """Of all ranks, not looked into."""
+
+        def ops() -> list[Op]:
+            made = Ops(self.hardware, self.ranks)
+            made.whole(what, seconds)
             return made.ops
 
         if seconds > 0:

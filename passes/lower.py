@@ -167,7 +167,7 @@ def _emit(low: Lowering, decisions: Decisions, node: fx.Node, placement: Placeme
         out = low.call(aten.detach.default, out) if isinstance(node.meta.get("val"), torch.Tensor) else out
     if remat.KEEPS in node.meta:
         made = itertools.islice(reversed(low.graph.nodes), len(low.graph.nodes) - before)
-        remat.keep_output(made, node.meta[remat.KEEPS])
+        remat.keep(made, out, node.meta[remat.KEEPS])
     low.env[key] = out
     low.current = None
     return out

@@ -106,7 +106,8 @@ def compile_captured(captured: Captured, spread: Spread, settings: Settings, dec
     tiled = [*made.tiled, *(each for each in made.offered if _layer(each) in decision.tiles)]
     for region, rows in tiled:
         tile.settle(region, rows, known, types)
-    remat.tag(captured.module.graph, decision.saves, known.from_data & known.differentiable)
+    read = workload.site_operands([*made.regions, *made.recurrent], known)
+    remat.tag(captured.module.graph, decision.saves, known.from_data & known.differentiable, read)
     decisions = place.decide(captured, known, types, settings.outputs == "gather")
     module, low = lower(captured, known, decisions, spread)
     fake_mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in captured.module.graph.nodes if n.op == "placeholder"])
@@ -136,6 +137,7 @@ class _Opened:
     facts: facts.Facts
     types: place.Types
     regions: list[detect.Region]
+    recurrent: list[Recurrent]
     refused: Mapping[fx.Node, str]
     sites: list[choose.Open]
     problem: Problem
@@ -177,7 +179,7 @@ def _opened(
         max(workload.unit_bytes(captured, known), default=0.0) if parts > 1 else 0.0,
         held.returned(captured, known, types),
     )
-    return _Opened(known, types, regions, refused, sites, problem, tiled, offered, whole)
+    return _Opened(known, types, regions, recurrent, refused, sites, problem, tiled, offered, whole)
 
 
 def _layers(

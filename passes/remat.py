@@ -2,26 +2,28 @@
 
 A layer that is computed again is a region: its nodes prefer to be recomputed, and what leaves it for the next region is saved.
 Where its attention's output is kept, what came from other ranks and from its attention's kernel must be saved, so backward
-repeats neither (DistFlashAttn, arXiv 2310.03294, section 3.3). Values that are gathered whole are gathered again: they are as
-long as the sequence. What a layer is to find in the host's memory is marked (`host.mark`).
+repeats neither (DistFlashAttn, arXiv 2310.03294, section 3.3). Where its operands are, those must be saved as they are before
+heads are exchanged, which is then done again. Values that are gathered whole are gathered again: they are as long as the
+sequence. What a layer is to find in the host's memory is marked (`host.mark`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..cost_model.problem import on_host
+from ..cost_model.problem import on_host, with_operands
 from ..kernels import attend, blocks, comm  # noqa: F401  registers the operators
 from . import host
 from .detect import SDPA
 from .relation import operands
 from .workload import layer_of
 
-KEEPS = "keeps_output"  # in the meta of global nodes of a layer whose attention's output is kept: "", or the layer if on the host
+KEEPS = "keeps"  # in the meta of global nodes of a layer whose attention's output is kept: `Keeps`
 _REPEATED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 _SAVED = (
     comm.to_heads,
@@ -35,10 +37,21 @@ _SAVED = (
 )
 
 
-def tag(graph: fx.Graph, saves: Mapping[str, str], moving: Collection[fx.Node]) -> None:
+@dataclass(frozen=True)
+class Keeps:
+    """Of what a global node becomes: whether its result must be saved as one of attention's operands, whether heads that were
+    exchanged must be, and the layer that finds all this in the host's memory, if one does."""
+
+    result: bool
+    exchanged: bool
+    layer: str
+
+
+def tag(graph: fx.Graph, saves: Mapping[str, str], moving: Collection[fx.Node], read: Collection[fx.Node]) -> None:
     """Tag the nodes of layers by what backward finds of each (`problem.SAVES`; a layer not named: everything).
 
-    moving: values that a batch and a gradient go through; of what enters a layer, these may wait in the host's memory.
+    moving: values that a batch and a gradient go through; of what enters a layer, these may wait in the host's memory. read:
+    attention's operands.
 
     What the model itself checkpoints keeps its tags. Regions are numbered anew, in order: a value between two of the model's is
     saved by the partitioner if the second has the larger number.
@@ -50,8 +63,9 @@ def tag(graph: fx.Graph, saves: Mapping[str, str], moving: Collection[fx.Node]) 
             continue
         name, own = layer_of(node), node.meta.get("ac_graph_id")
         save = saves.get(name, "everything")
-        if save.startswith("attention output"):
-            node.meta[KEEPS] = name if on_host(save) else ""
+        if save.startswith("attention"):
+            operand = with_operands(save)
+            node.meta[KEEPS] = Keeps(operand and node in read, not operand, name if on_host(save) else "")
         if on_host(save):
             reads = any(x in moving and layer_of(x) != name for x in operands(node))
             host.mark(node, name, host.READS if reads else host.INSIDE)
@@ -66,14 +80,14 @@ def tag(graph: fx.Graph, saves: Mapping[str, str], moving: Collection[fx.Node]) 
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # else all of a layer would run again for the next
 
 
-def keep_output(made: Iterable[fx.Node], layer: str) -> None:
-    """Of the local nodes that a node of such a layer became: what was exchanged and what attention gave must be saved; in the
-    host's memory if a layer is given."""
+def keep(made: Iterable[fx.Node], result: fx.Node, keeps: Keeps) -> None:
+    """Of the local nodes that a node of such a layer became: what attention gave must be saved, and what it read."""
     for node in made:
-        if node.target in _SAVED and "recompute" in node.meta:
+        given = node.target in _SAVED and (keeps.exchanged or node.target is not comm.to_heads)
+        if "recompute" in node.meta and (given or (keeps.result and node is result)):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            if layer:
-                host.mark(node, layer, host.KEPT)
+            if keeps.layer:
+                host.mark(node, keeps.layer, host.KEPT)
 
 
 def repeated(node: fx.Node) -> bool:
@@ -81,4 +95,4 @@ def repeated(node: fx.Node) -> bool:
     return node.meta.get("recompute") in _REPEATED
 
 
-__all__ = ["KEEPS", "keep_output", "repeated", "tag"]
+__all__ = ["KEEPS", "Keeps", "keep", "repeated", "tag"]

@@ -54,7 +54,7 @@ def layers(
     captured: Captured,
     facts: Facts,
     types: Types,
-    sites: Iterable[Region | Recurrent],
+    sites: Sequence[Region | Recurrent],
     compiler: str,
     tiled: Collection[fx.Node] = (),
 ) -> tuple[tuple[Layer, ...], dict[fx.Node, float]]:
@@ -71,6 +71,8 @@ def layers(
     saved: dict[str, float] = {}
     entering: dict[str, float] = {}
     by: dict[fx.Node, float] = {}
+    products: dict[fx.Node, float] = {}
+    needed: dict[str, list[fx.Node]] = {}
     kept: set[fx.Node] = set()
     again: set[str] = set()  # what the model itself has computed again
     fused = FUSED if compiler == "inductor" else 1
@@ -84,7 +86,7 @@ def layers(
             again.add(name)
         product = product_flop(node)
         if node not in within:
-            own = product if not _split(types, node) else product / facts.ranks
+            own = products[node] = product if not _split(types, node) else product / facts.ranks
             flop[name] += own
             repeated[name] += own if node in tiled else 0.0
             if not product and not is_view(node) and types.recipes[node].emit is not never:
@@ -97,8 +99,37 @@ def layers(
                 by[node] = by.get(node, 0.0) + size
             kept.add(source)
             entering[name] = entering[name] or local_bytes(types, facts, source)
-    found = (Layer(n, flop[n], traffic[n], saved[n], entering[n], n in again, repeated=repeated[n]) for n in flop)
+            if source not in hidden:
+                needed.setdefault(name, []).append(source)
+    read = site_operands(sites, facts)
+    found = []
+    for name, total in flop.items():
+        most, least = (sum(products.get(n, 0.0) for n in _again(name, needed.get(name, ()), end)) for end in (within, within | read))
+        parts = {"repeated": repeated[name], "unread": total - most, "projections": most - least}
+        found.append(Layer(name, total, traffic[name], saved[name], entering[name], name in again, **parts))
     return tuple(found), by
+
+
+def _again(name: str, needed: Iterable[fx.Node], found: Collection[fx.Node]) -> set[fx.Node]:
+    """Nodes of a layer that backward computes again for what it needs, from what it finds and from what other layers read."""
+    again: set[fx.Node] = set()
+    ahead = list(needed)
+    while ahead:
+        node = ahead.pop()
+        if node in again or node in found or node.op != "call_function" or layer_of(node) != name:
+            continue
+        if all(user.op == "output" or layer_of(user) == name for user in node.users):
+            again.add(node)
+            ahead += operands(node)
+    return again
+
+
+def site_operands(sites: Iterable[Region | Recurrent], facts: Facts) -> set[fx.Node]:
+    """What sites read that a batch and a gradient go through, before anything is exchanged."""
+    read: list[fx.Node] = []
+    for site in sites:
+        read += [x for x, _ in site.leaves] if isinstance(site, Region) else operands(site.node)
+    return {behind_views(x) for x in read if is_float(x) and x in facts.from_data and x in facts.differentiable}
 
 
 def inside(sites: Iterable[Region | Recurrent]) -> set[fx.Node]:

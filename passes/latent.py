@@ -17,6 +17,7 @@ from .facts import Facts, is_float, is_random
 from .placement import Shard
 from .relation import operands, shape
 from .rules import rule_of
+from .rules.base import Sized
 
 aten = torch.ops.aten
 LEAST_GAIN = 4  # the latent must be this many times smaller
@@ -72,7 +73,9 @@ class _Cut:
         self.inside = {use: None, **self.inside}
         for i, below in enumerate(found):
             self.reads[(use, i)] = below
-            if below not in self.inside:
+            if isinstance(rule_of(below[0]), Sized) and not operands(below[0]):
+                self.inside = {below: None, **self.inside}  # a constant is made anew, as long as a block
+            elif below not in self.inside:
                 travels = below[1].col is not None and below[0] in self.facts.from_data and is_float(below[0])
                 (self.frontier if travels else self.whole)[below] = None
         if node.target in _PRODUCTS:

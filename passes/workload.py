@@ -176,6 +176,7 @@ _BILINEAR = {aten.mul, aten.div}
 _LINEAR = {
     aten.add, aten.sub, aten.neg, aten.sum, aten.mean, aten.cat, aten.stack, aten._to_copy, aten.to, aten.clone,
     aten.index_select, aten.embedding, aten.pad, aten.constant_pad_nd, aten.roll, aten.flip,
+    aten.dropout,  # its mask is drawn again
 }  # fmt: skip
 
 

@@ -165,9 +165,10 @@ def _emit(low: Lowering, decisions: Decisions, node: fx.Node, placement: Placeme
         and len(low.graph.nodes) > before
     ):
         out = low.call(aten.detach.default, out) if isinstance(node.meta.get("val"), torch.Tensor) else out
-    if remat.KEEPS in node.meta:
+    if keeps := node.meta.get(remat.KEEPS):
+        out = low.call(aten.clone.default, out) if keeps.part else out
         made = itertools.islice(reversed(low.graph.nodes), len(low.graph.nodes) - before)
-        remat.keep(made, out, node.meta[remat.KEEPS])
+        remat.keep(made, out, keeps)
     low.env[key] = out
     low.current = None
     return out

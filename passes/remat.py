@@ -40,18 +40,20 @@ _SAVED = (
 @dataclass(frozen=True)
 class Keeps:
     """Of what a global node becomes: whether its result must be saved as one of attention's operands, whether heads that were
-    exchanged must be, and the layer that finds all this in the host's memory, if one does."""
+    exchanged must be, and the layer that finds all this in the host's memory, if one does. part: the result shares the memory of
+    something larger, and is copied for that."""
 
     result: bool
     exchanged: bool
     layer: str
+    part: bool = False
 
 
-def tag(graph: fx.Graph, saves: Mapping[str, str], moving: Collection[fx.Node], read: Collection[fx.Node]) -> None:
+def tag(graph: fx.Graph, saves: Mapping[str, str], moving: Collection[fx.Node], read: Mapping[fx.Node, bool]) -> None:
     """Tag the nodes of layers by what backward finds of each (`problem.SAVES`; a layer not named: everything).
 
     moving: values that a batch and a gradient go through; of what enters a layer, these may wait in the host's memory. read:
-    attention's operands.
+    attention's operands, and whether each is part of something larger.
 
     What the model itself checkpoints keeps its tags. Regions are numbered anew, in order: a value between two of the model's is
     saved by the partitioner if the second has the larger number.
@@ -65,7 +67,7 @@ def tag(graph: fx.Graph, saves: Mapping[str, str], moving: Collection[fx.Node], 
         save = saves.get(name, "everything")
         if save.startswith("attention"):
             operand = with_operands(save)
-            node.meta[KEEPS] = Keeps(operand and node in read, not operand, name if on_host(save) else "")
+            node.meta[KEEPS] = Keeps(operand and node in read, not operand, name if on_host(save) else "", operand and read.get(node, False))
         if on_host(save):
             reads = any(x in moving and layer_of(x) != name for x in operands(node))
             host.mark(node, name, host.READS if reads else host.INSIDE)

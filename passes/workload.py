@@ -8,6 +8,7 @@ not linear read, unless that follows element by element from something it needs 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -73,6 +74,7 @@ def layers(
     by: dict[fx.Node, float] = {}
     products: dict[fx.Node, float] = {}
     needed: dict[str, list[fx.Node]] = {}
+    by_sites: dict[str, list[fx.Node]] = {}
     kept: set[fx.Node] = set()
     again: set[str] = set()  # what the model itself has computed again
     fused = FUSED if compiler == "inductor" else 1
@@ -100,11 +102,12 @@ def layers(
             kept.add(source)
             entering[name] = entering[name] or local_bytes(types, facts, source)
             if source not in hidden:
-                needed.setdefault(name, []).append(source)
-    read = site_operands(sites, facts)
-    found = []
+                (by_sites if node in within else needed).setdefault(name, []).append(source)
+    read, found = site_operands(sites, facts), []
     for name, total in flop.items():
-        most, least = (sum(products.get(n, 0.0) for n in _again(name, needed.get(name, ()), end)) for end in (within, within | read))
+        own, of_sites = needed.get(name, []), by_sites.get(name, [])
+        ways = _again(name, own + of_sites, within), _again(name, own, within | read.keys())
+        most, least = (sum(products.get(n, 0.0) for n in each) for each in ways)
         parts = {"repeated": repeated[name], "unread": total - most, "projections": most - least}
         found.append(Layer(name, total, traffic[name], saved[name], entering[name], name in again, **parts))
     return tuple(found), by
@@ -124,12 +127,36 @@ def _again(name: str, needed: Iterable[fx.Node], found: Collection[fx.Node]) -> 
     return again
 
 
-def site_operands(sites: Iterable[Region | Recurrent], facts: Facts) -> set[fx.Node]:
-    """What sites read that a batch and a gradient go through, before anything is exchanged."""
-    read: list[fx.Node] = []
+def site_operands(sites: Iterable[Region | Recurrent], facts: Facts) -> dict[fx.Node, bool]:
+    """What sites read that a batch and a gradient go through, before anything is exchanged; and whether it is part of something
+    larger, which would have to be kept whole."""
+    whole: dict[fx.Node, dict[fx.Node, None]] = {}
     for site in sites:
-        read += [x for x, _ in site.leaves] if isinstance(site, Region) else operands(site.node)
-    return {behind_views(x) for x in read if is_float(x) and x in facts.from_data and x in facts.differentiable}
+        for x in [x for x, _ in site.leaves] if isinstance(site, Region) else operands(site.node):
+            if is_float(x) and x in facts.from_data and x in facts.differentiable:
+                whole.setdefault(_storage(x), {})[x] = None
+    found = {}
+    for base, parts in whole.items():
+        part = sum(_elements(x) for x in parts) < _elements(base)
+        found.update({(x if part else behind_views(x)): part for x in parts})
+    return found
+
+
+def _storage(node: fx.Node) -> fx.Node:
+    """The value whose memory a view shares; one of several results of a split too."""
+    while (base := behind_views(node)).target is operator.getitem and operands(base)[0].target in _SPLITS:
+        node = operands(operands(base)[0])[0]
+    return base
+
+
+def _elements(node: fx.Node) -> int:
+    return math.prod(shape(node))
+
+
+_SPLITS = {
+    aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int,
+    aten.tensor_split.sections, aten.tensor_split.indices,
+}  # fmt: skip
 
 
 def inside(sites: Iterable[Region | Recurrent]) -> set[fx.Node]:
@@ -176,6 +203,7 @@ _BILINEAR = {aten.mul, aten.div}
 _LINEAR = {
     aten.add, aten.sub, aten.neg, aten.sum, aten.mean, aten.cat, aten.stack, aten._to_copy, aten.to, aten.clone,
     aten.index_select, aten.embedding, aten.pad, aten.constant_pad_nd, aten.roll, aten.flip,
+    aten.slice_scatter, aten.select_scatter, aten.where, aten.masked_fill,
     aten.dropout,  # its mask is drawn again
 }  # fmt: skip
 
@@ -274,7 +302,7 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or node.target in _FREE)
 
 
-_FREE = {aten.reshape.default, aten.contiguous.default, aten.detach.default, aten.alias.default}
+_FREE = {aten.reshape.default, aten._unsafe_view.default, aten.contiguous.default, aten.detach.default, aten.alias.default}
 
 
 def behind_views(node: fx.Node) -> fx.Node:

@@ -190,13 +190,14 @@ class LinearAttention(torch.autograd.Function):
         scan: Scan,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        program, local, inputs = _begun(scan, k, v, decay, remove, starts)
+        program = "affine" if remove is None else "carry" if scan.algorithm == "chain" else "matrix"
+        local, inputs = _begun(program, k, v, decay, remove, starts)
         flight = all_scan.start(scan, program, inputs, initial, linked)
         weights = inside(q, k, decay, starts, v.shape[2], scale, exclusive)
         found, *made = flight.wait()
         states, u, end = made if program == "carry" else _states(program, local, found)
         out = finish(q, v, decay, starts, weights, u, states, scale, exclusive)
-        held = (weights, states, u, end, *_for_backward(program, local, inputs)) if keep else ()
+        held = _held(program, weights, states, end, u, local, inputs) if keep else ()
         ctx.save_for_backward(q, k, v, decay, remove, starts, initial, linked, found, *held)
         ctx.scale, ctx.exclusive, ctx.scan, ctx.program = scale, exclusive, scan, program
         return out, end
@@ -205,13 +206,8 @@ class LinearAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, dend: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         q, k, v, decay, remove, starts, initial, linked, found, *held = ctx.saved_tensors
         options, back = (ctx.scale, ctx.exclusive), ctx.scan.back()
-        if held:
-            weights, states, u, end, *local = held
-        else:  # once more, from the state this rank found: nothing travels
-            weights = inside(q, k, decay, starts, v.shape[2], *options)
-            program, whole, inputs = _begun(ctx.scan, k, v, decay, remove, starts)
-            states, u, end = _states(program, whole, found)
-            local = _for_backward(program, whole, inputs)
+        weights, states, end, *local = held or again(q, k, v, decay, remove, starts, found, grad, ctx.program, *options)
+        u = local.pop(0) if local else None
         if ctx.program == "affine":
             leaving, reach, asked, total = begin_back(q, decay, starts, grad, *options)
             program, inputs = "affine", [total, asked]
@@ -241,14 +237,14 @@ class LinearAttention(torch.autograd.Function):
 
 
 def _begun(
-    scan: Scan, k: Tensor, v: Tensor, decay: Tensor | None, remove: Tensor | None, starts: Tensor | None
-) -> tuple[str, list[Tensor], list[Tensor]]:
-    """The program of the scan, what is known of this rank's chunks without a state, and the program's inputs."""
+    program: str, k: Tensor, v: Tensor, decay: Tensor | None, remove: Tensor | None, starts: Tensor | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What is known of this rank's chunks without a state, and the inputs of the program that the scan runs."""
     if remove is None:
         local = begin(k, v, decay, starts)
-        return "affine", local, [local[3], local[2]]
+        return local, [local[3], local[2]]
     local = begin_removing(k, v, decay, remove, starts)
-    return ("carry", local, local) if scan.algorithm == "chain" else ("matrix", local, summary(*local))
+    return local, (local if program == "carry" else summary(*local))
 
 
 def _states(program: str, local: Sequence[Tensor], found: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -260,9 +256,41 @@ def _states(program: str, local: Sequence[Tensor], found: Tensor) -> tuple[Tenso
     return states, u, end
 
 
-def _for_backward(program: str, local: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Of a program that removes: read, write and through, and the matrix where there is one."""
-    return [] if program == "affine" else [local[0], local[2], local[3], *(inputs[:1] if program == "matrix" else ())]
+def _held(
+    program: str, weights: Tensor, states: Tensor, end: Tensor, u: Tensor | None, local: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> list[Tensor]:
+    """What backward takes of forward's chunks; of a program that removes also u, read, write and through, and the matrix where
+    there is one."""
+    if u is None:
+        return [weights, states, end]
+    return [weights, states, end, u, local[0], local[2], local[3], *(inputs[:1] if program == "matrix" else ())]
+
+
+def _again(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    remove: Tensor | None,
+    starts: Tensor | None,
+    found: Tensor,
+    after: Tensor,
+    program: str,
+    scale: float,
+    exclusive: bool,
+) -> list[Tensor]:
+    """`_held` once more, from the state that this rank found: nothing travels.
+
+    after: is not read. Without it a compiler would find what forward has computed, and keep that instead.
+    """
+    local, inputs = _begun(program, k, v, decay, remove, starts)
+    states, u, end = _states(program, local, found)
+    weights = inside(q, k, decay, starts, v.shape[2], scale, exclusive)
+    return _held(program, weights, states, end, u, local, inputs)
+
+
+again = torch.library.custom_op("asp::linear_again", _again, mutates_args=())
+again.register_fake(_again)
 
 
 def on_rank(

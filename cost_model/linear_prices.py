@@ -39,6 +39,7 @@ from .symbols import (
     phi,
     s,
     s_A,
+    s_c,
     tau,
     tau_b,
     w,
@@ -47,6 +48,7 @@ from .symbols import (
 )  # fmt: skip
 
 TOKENS = B * w * T / P  # bytes of a rank's tokens
+FOUND = TOKENS + s  # and of the state that it found
 OUTPUT = B * H * T / P * D_v * e + s  # results, and the state that the rank found: backward repeats the rest, but no exchange
 BACK = Rational(5, 2)  # work of backward ÷ work of forward
 JOINED = 3 * s  # bytes read and written to make S' = A S + B: S and B read, S' written
@@ -79,7 +81,9 @@ def _scanned(passed: Expr, sent: Expr, far: Expr, joins: Expr = NOTHING) -> Pric
         exposed = passed - hidden(passed, work * f_i / rate + call / 3)
         return Pass(compute, passed + order, exposed + order, sent + relaid, far + relaid * FAR)
 
-    return Price(way(ONE, F_f, tau, f_s + f_A), way(BACK, F_b, tau_b, f_s), TOKENS + s, 2 * s_A + relaid, TOKENS + s, OUTPUT, OUTPUT)
+    matrix = (s_A - s) * Min(1, f_A)
+    forward, backward = way(ONE, F_f, tau, f_s + f_A), way(BACK, F_b, tau_b, f_s)
+    return Price(forward, backward, FOUND + s_c + matrix, 2 * s_A + relaid, FOUND, OUTPUT, OUTPUT)
 
 
 def _chained() -> Price:
@@ -107,7 +111,7 @@ def _chained() -> Price:
         sent, far = n_s * s, n_s * s * BETWEEN / Max(1, P - 1)
         return Pass(compute, passed + behind + order, exposed + order, sent + relaid, far + relaid * FAR)
 
-    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), TOKENS + s, 2 * s_A + relaid, TOKENS + s, OUTPUT, OUTPUT)
+    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), FOUND + s_c, 2 * s_A + relaid, FOUND, OUTPUT, OUTPUT)
 
 
 def _linear_all_to_all() -> Price:
@@ -117,9 +121,9 @@ def _linear_all_to_all() -> Price:
     def way(work: Expr, rate: Expr, call: Expr) -> Pass:
         return Pass(work * f / rate + call, moved + order, moved + order, x + relaid, (x + relaid) * FAR)
 
-    both, resent = TOKENS + OUTPUT, exchange(x * (1 - 1 / n_x), n_x - 1)  # all but results
+    resent = exchange(x * (1 - 1 / n_x), n_x - 1)  # all but results
     forward, backward = way(ONE, F_f, tau), way(BACK, F_b, tau_b)
-    return Price(forward, backward, TOKENS + s, 2 * TOKENS + relaid, both, both, OUTPUT, resent, exchanged=True)
+    return Price(forward, backward, FOUND + s_c, 2 * TOKENS + relaid, FOUND, FOUND, OUTPUT, resent, exchanged=True)
 
 
 LINEAR_COSTS: dict[str, Price] = {

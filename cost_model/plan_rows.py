@@ -120,8 +120,8 @@ class Layer:
     """What else a part of the model does on one rank, forward: FLOP of matrix products, bytes read and written by everything
     else.
 
-    saved: bytes that backward needs if nothing is computed again; entering: bytes of what enters the layer. checkpointed: the
-    model itself has it computed again. Bytes beside what all layers keep: held, of gradients at their widest; waiting, of those
+    saved: bytes that backward needs if nothing is computed again; entering: bytes of what enters the layer; around: of what other
+    ranks give beside its sites, for convolutions and shifts. checkpointed: the model itself has it computed again. Bytes beside what all layers keep: held, of gradients at their widest; waiting, of those
     that are there when an attention's gradient begins; unfinished, of those that are left for the layer before. held_early and
     waiting_early: where no weight's gradient waits for an exchange, less what is no longer kept. FLOP of products: repeated, of
     those that backward computes once more in any case, by tiles; unread, of those whose results backward never reads, so that it
@@ -134,6 +134,7 @@ class Layer:
     traffic: float = 0.0
     saved: float = 0.0
     entering: float = 0.0
+    around: float = 0.0
     checkpointed: bool = False
     held: float = 0.0
     waiting: float = 0.0

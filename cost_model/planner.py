@@ -260,12 +260,16 @@ def allowed(layer: Layer, saves: tuple[str, ...]) -> tuple[str, ...]:
 
 def kept_bytes(save: str, layer: Layer) -> float:
     """Bytes on a device from a layer's forward to its backward, without what its sites keep."""
-    return layer.saved if save == "everything" else 0.0 if on_host(save) else layer.entering
+    return layer.saved if save == "everything" else 0.0 if on_host(save) else _found(save, layer)
+
+
+def _found(save: str, layer: Layer) -> float:
+    return layer.entering + (0.0 if save.startswith("layer input") else layer.around)
 
 
 def hosted_bytes(save: str, layer: Layer, costs: Sequence[Cost]) -> float:
     """Bytes in the host's memory from a layer's forward to its backward."""
-    return layer.entering + sum(c.hosted(save) for c in costs) if on_host(save) else 0.0
+    return _found(save, layer) + sum(c.hosted(save) for c in costs) if on_host(save) else 0.0
 
 
 def copy_seconds(save: str, layer: Layer, costs: Sequence[Cost], hardware: Hardware, dtype: str) -> tuple[float, float]:

@@ -40,7 +40,7 @@ def kept(plan: Plan) -> dict[str, float]:
         if key not in known:
             known[key] = kept_by(*key)
         layer, parts = layers.get(site.layer, Layer(site.layer)), shares[site.layer]
-        own = replace(layer, saved=layer.saved / parts, entering=layer.entering / parts)
+        own = replace(layer, saved=layer.saved / parts, entering=layer.entering / parts, around=layer.around / parts)
         found[site.name] = kept_bytes(site.saved, own) + known[key]
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -20,11 +20,12 @@ from .capture import Captured
 from .detect import Region, module_path
 from .facts import Facts, is_float
 from .place import Types
-from .placement import Partial, Shard
+from .placement import Partial, Placement, Shard
 from .recurrence import Recurrent
 from .relation import operands, shape
-from .rules import pointwise
+from .rules import pointwise, rule_of
 from .rules.base import never
+from .rules.convolution import Convolution
 
 aten = torch.ops.aten
 FUSED = 4  # operators that a compiled kernel holds, so that only their first inputs and last results meet memory (assumed)
@@ -71,6 +72,8 @@ def layers(
     traffic: dict[str, float] = {}
     saved: dict[str, float] = {}
     entering: dict[str, float] = {}
+    around: dict[str, float] = {}
+    moved: set[tuple[fx.Node, Placement]] = set()
     by: dict[fx.Node, float] = {}
     products: dict[fx.Node, float] = {}
     needed: dict[str, list[fx.Node]] = {}
@@ -82,7 +85,7 @@ def layers(
         if node.op != "call_function" or node not in types.recipes or node in types.lazy or not is_float(node):
             continue
         name = layer_of(node)
-        for table in (flop, repeated, traffic, saved, entering):
+        for table in (flop, repeated, traffic, saved, entering, around):
             table.setdefault(name, 0.0)
         if "recompute" in node.meta:
             again.add(name)
@@ -94,6 +97,9 @@ def layers(
             if not product and not is_view(node) and types.recipes[node].emit is not never:
                 read = sum(local_bytes(types, facts, x) for x in operands(node) if x in facts.from_data)
                 traffic[name] += (read + local_bytes(types, facts, node)) / fused
+        for x, want in _exchanged(node, types, facts):
+            around[name] += local_bytes(types, facts, x) if (x, want) not in moved else 0.0
+            moved.add((x, want))
         for source in _needed(node, facts, kept, bool(product) or node in within or node.target in LOSSES):
             if source not in kept and source not in within and source not in hidden:
                 size = local_bytes(types, facts, source) if node not in within else 0.0
@@ -108,9 +114,19 @@ def layers(
         own, of_sites = needed.get(name, []), by_sites.get(name, [])
         ways = _again(name, own + of_sites, within), _again(name, own, within | read.keys())
         most, least = (sum(products.get(n, 0.0) for n in each) for each in ways)
-        parts = {"repeated": repeated[name], "unread": total - most, "projections": most - least}
-        found.append(Layer(name, total, traffic[name], saved[name], entering[name], name in again, **parts))
+        parts = {"around": around[name], "repeated": repeated[name], "unread": total - most, "projections": most - least}
+        found.append(Layer(name, total, traffic[name], saved[name], entering[name], checkpointed=name in again, **parts))
     return tuple(found), by
+
+
+def _exchanged(node: fx.Node, types: Types, facts: Facts) -> Iterator[tuple[fx.Node, Placement]]:
+    """What other ranks give a node beside sites, and this rank with it: positions around its own, a sequence in another order."""
+    recipe = types.recipes[node]
+    for x, want in recipe.demands if facts.ranks > 1 else ():
+        have = types.of(x)
+        if x in facts.differentiable and x in facts.from_data and isinstance(want, Shard) and isinstance(have, Shard):
+            if have.layout.shards != want.layout.shards or isinstance(rule_of(node), Convolution):
+                yield x, want
 
 
 def _again(name: str, needed: Iterable[fx.Node], found: Collection[fx.Node]) -> set[fx.Node]:

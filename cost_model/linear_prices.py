@@ -39,6 +39,7 @@ from .symbols import (
     phi,
     s,
     s_A,
+    s_b,
     s_c,
     tau,
     tau_b,
@@ -83,7 +84,7 @@ def _scanned(passed: Expr, sent: Expr, far: Expr, joins: Expr = NOTHING) -> Pric
 
     matrix = (s_A - s) * Min(1, f_A)
     forward, backward = way(ONE, F_f, tau, f_s + f_A), way(BACK, F_b, tau_b, f_s)
-    return Price(forward, backward, FOUND + s_c + matrix, 2 * s_A + relaid, FOUND, OUTPUT, OUTPUT)
+    return Price(forward, backward, FOUND + s_c + matrix, s_b + 2 * s_A + relaid, FOUND, OUTPUT, OUTPUT)
 
 
 def _chained() -> Price:
@@ -111,7 +112,7 @@ def _chained() -> Price:
         sent, far = n_s * s, n_s * s * BETWEEN / Max(1, P - 1)
         return Pass(compute, passed + behind + order, exposed + order, sent + relaid, far + relaid * FAR)
 
-    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), FOUND + s_c, 2 * s_A + relaid, FOUND, OUTPUT, OUTPUT)
+    return Price(way(ONE, F_f, tau), way(BACK, F_b, tau_b), FOUND + s_c, s_b + 2 * s_A + relaid, FOUND, OUTPUT, OUTPUT)
 
 
 def _linear_all_to_all() -> Price:
@@ -123,7 +124,7 @@ def _linear_all_to_all() -> Price:
 
     resent = exchange(x * (1 - 1 / n_x), n_x - 1)  # all but results
     forward, backward = way(ONE, F_f, tau), way(BACK, F_b, tau_b)
-    return Price(forward, backward, FOUND + s_c, 2 * TOKENS + relaid, FOUND, FOUND, OUTPUT, resent, exchanged=True)
+    return Price(forward, backward, FOUND + s_c, s_b + 2 * TOKENS + relaid, FOUND, FOUND, OUTPUT, resent, exchanged=True)
 
 
 LINEAR_COSTS: dict[str, Price] = {

@@ -82,6 +82,7 @@ from .symbols import (
     r,
     s,
     s_A,
+    s_b,
     s_c,
     t,
     tau,
@@ -278,8 +279,10 @@ def linear_values(strategy: str, q: LinearAttention) -> Values:
     own = linear_forward(q.batch, q.heads, tokens, q.key_dim, q.value_dim, q.remove, q.decays)
     numbers = (q.query_heads + q.key_heads * (1 + q.remove)) * q.key_dim + 2 * q.heads * q.value_dim + q.heads * q.decays
     share = states.reordered(q.seq, q.ranks) if q.relaid else 0.0
+    chunks, square = heads * max(4, q.itemsize) * -(-tokens // CHUNK), q.key_dim * q.value_dim
     solved = CHUNK * (q.value_dim + 2 * q.key_dim) + max(1, q.decays) if q.remove else 0
-    chunked = heads * max(4, q.itemsize) * (-(-tokens // CHUNK) * (CHUNK**2 + q.key_dim * q.value_dim + solved) + q.key_dim * q.value_dim)
+    chunked = chunks * (CHUNK**2 + square + solved) + q.state
+    passed = chunks * 2 * (square + CHUNK * (q.key_dim + q.value_dim))
     if strategy == "all-to-all":
         own = linear_forward(q.batch, -(-q.heads // q.ranks), q.seq, q.key_dim, q.value_dim, q.remove, q.decays)
     return {
@@ -288,7 +291,7 @@ def linear_values(strategy: str, q: LinearAttention) -> Values:
         f_i: linear_meanwhile(q.batch, q.heads, tokens, q.key_dim, q.decays),
         f_s: heads * tokens * 4 * q.key_dim * q.value_dim * q.remove, f_A: heads * tokens * 4 * q.key_dim**2 * q.remove,
         f_c: heads * 2 * q.key_dim**2 * q.value_dim * q.remove,
-        s: q.state, s_A: q.pair, s_c: chunked, n_s: moved.states / q.ranks, n_A: moved.pairs / q.ranks,
+        s: q.state, s_A: q.pair, s_c: chunked, s_b: passed, n_s: moved.states / q.ranks, n_A: moved.pairs / q.ranks,
         x: moved.numbers * q.batch * q.itemsize / q.ranks, n_x: 4 + bool(q.decays) + q.remove, w: numbers * q.itemsize, z: share,
     }  # fmt: skip
 

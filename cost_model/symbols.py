@@ -76,6 +76,7 @@ f_c = _quantity("f_c", "FLOP", "work of doing to a state what one rank does, whe
 s = _quantity("s", "B", "bytes of a state")
 s_A = _quantity("s_A", "B", "bytes of a state and of what a rank does to any state")
 s_c = _quantity("s_c", "B", "bytes of what a rank's chunks compute for backward: pairs of their tokens, the states they find, solutions")
+s_b = _quantity("s_b", "B", "bytes of gradients in a rank's chunks: of the states they find and leave, of tokens, all summed in a's type")
 n_s = _quantity("n_s", "states", "states that one rank sends, as the mean over ranks")
 n_A = _quantity("n_A", "states", "pairs (A, state) that one rank sends, as the mean over ranks")
 w = _quantity("w", "B", "bytes of what one token has: queries, keys, values, decays, and of the result")

@@ -18,14 +18,14 @@ from autosp.inductor import communicates
 from autosp.passes.overlap import overlap
 
 
-def peak_bytes(traced: Traced, ranks: int) -> int:
+def peak_bytes(traced: Traced, ranks: int, rank: int = 0) -> int:
     """Of forward and backward, above parameters and the batch; gradients of parameters count as soon as they are there."""
     forward, backward = traced.graphs
     for graph in traced.graphs:
         overlap(graph.graph, communicates)
         _reshape(graph)
     given = [_filled(n) for n in forward.graph.nodes if n.op == "placeholder"]
-    with _alone(ranks), torch.no_grad():
+    with _alone(ranks, rank), torch.no_grad():
         _step(forward, backward, given, traced.saved)  # programs are set up, buffers of libraries filled
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
             _step(forward, backward, given, traced.saved)
@@ -56,8 +56,8 @@ def _filled(node: fx.Node) -> Tensor:
 
 
 @contextlib.contextmanager
-def _alone(ranks: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+def _alone(ranks: int, rank: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     torch._C._distributed_c10d._register_process_group("nobody", dist.group.WORLD)  # as `lowered.trace` names it
     try:
         yield

@@ -64,8 +64,9 @@ def parallelize(
     hardware: the machine to plan for, by name or as a file of `autosp calibrate`; default: what it runs on.
     memory: what backward finds of each layer. "auto": whatever is fastest in the memory that a device has; bytes, or "40GB": in
         so much of it. For every layer alike, "none": everything, nothing is computed again; "attention": its input and its
-        attention's output, so that backward repeats neither attention nor an exchange; "full": its input alone;
-        "offload-attention" and "offload": these two, in the host's memory.
+        attention's output, so that backward repeats neither attention nor an exchange; "qkv": what attention read too, as it is
+        before heads are exchanged, so that backward repeats no projection, but that exchange; "full": its input alone;
+        "offload-qkv", "offload-attention" and "offload": these three, in the host's memory.
     zero: None, or 3: parameters become DTensors at once, of which each rank of the mesh (dp x sp) holds a part; they are gathered
         a layer at a time, forward and again backward, and gradients come in parts. Build the optimizer after this call. For
         modules only; MeshError without a process group, ShardError for a parameter that cannot be split, DisagreementError

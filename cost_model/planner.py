@@ -280,7 +280,8 @@ def copy_seconds(save: str, layer: Layer, costs: Sequence[Cost], hardware: Hardw
         return 2 * moved / hardware.bandwidth.value, 2 * moved / hardware.bandwidth.value
     once, forward = moved / hardware.host.value, layer_seconds(layer, hardware, dtype)
     ahead = forward + sum(c.forward[0] + c.forward[2] for c in costs)
-    back = (1 + BACKWARD) * forward + sum(c.backward[0] + c.backward[2] + c.again(save) for c in costs)
+    back = BACKWARD * forward + again_seconds(save, layer, costs, hardware, dtype)
+    back += sum(c.backward[0] + c.backward[2] + c.again(save) for c in costs)
     return max(0.0, once - ahead), max(0.0, once - back)
 
 

@@ -48,14 +48,16 @@ def errors(mesh: DeviceMesh, family: str, seq_len: int, strategy: str | None, wo
 
 
 EXACT_CASES = [
-    (3, "llama", 101, "all-to-all", ("attention", "full", "offload")),  # more, through `check`, in test_zoo and test_hybrids
+    (3, "llama", 101, "all-to-all", ("qkv", "full", "offload")),  # more, through `check`, in test_zoo and test_hybrids
     (4, "mistral", 101, "balanced-ring", ("full", "offload-attention")),
+    (2, "phi3", 101, "ring", ("qkv", "offload-qkv")),  # values are cut from a fused projection
+    (2, "qwen3_next", 101, None, ("qkv", "full")),
 ]
 
 
 @pytest.mark.parametrize(("ranks", "family", "seq_len", "strategy", "words"), EXACT_CASES)
 def test_gradients_are_exact_whatever_is_kept(
-    pool: Pool, ranks: int, family: str, seq_len: int, strategy: str, words: tuple[str, ...]
+    pool: Pool, ranks: int, family: str, seq_len: int, strategy: str | None, words: tuple[str, ...]
 ) -> None:
     for rank in pool.run(errors, family, seq_len, strategy, words, on=ranks):
         for error, layers in rank:
@@ -86,18 +88,32 @@ def attentions(found: Traced) -> int:
 
 @pytest.mark.parametrize(
     ("family", "strategy"),
-    [("llama", "all-to-all"), ("llama", "ring-a2a"), ("mistral", "halo")],
+    [("llama", "all-to-all"), ("phi3", "ring"), ("mistral", "halo"), ("qwen3", "ring-a2a")],
 )
-def test_backward_repeats_attention_and_its_exchange_only_where_all_is_repeated(family: str, strategy: str) -> None:
-    none, attention, full = (traced(family, 96, strategy, word) for word in ("none", "attention", "full"))
+def test_backward_repeats_what_the_plan_says(family: str, strategy: str) -> None:
+    """Attention only where all is repeated, exchanges also where operands are kept as they were before; products to the last."""
+    none, qkv, attention, full = (traced(family, 96, strategy, word) for word in ("none", "qkv", "attention", "full"))
     assert {s.strategy for s in full.compiled.plan.sites} == {strategy}
-    assert attentions(none) == attentions(attention) == 0 and attentions(full) == LAYERS
+    assert attentions(none) == attentions(qkv) == attentions(attention) == 0 and attentions(full) == LAYERS
+    by_heads = strategy in ("all-to-all", "ring-a2a")
     assert exchanges(attention) == exchanges(none) < exchanges(full)
-    assert products(none) < products(attention) <= products(full), "projections are computed again"
+    assert exchanges(qkv) == exchanges(none) + 3 * LAYERS * by_heads
+    layers = [x for x in full.compiled.plan.beside.layers if x.name]  # type: ignore[union-attr]
+    all_but_last = sum(x.flop - x.unread for x in layers)
+    projections = sum(x.projections for x in layers)
+    assert 0 < projections < all_but_last < sum(x.flop for x in layers)
+    again = [work(found) - work(none) for found in (qkv, attention, full)]
+    assert again == [all_but_last - projections, all_but_last - projections * by_heads, all_but_last]
 
 
-def products(found: Traced) -> int:
-    return sum(str(n.target).startswith(("aten.mm", "aten.addmm", "aten.bmm")) for n in found.nodes(1))
+def work(found: Traced) -> int:
+    """FLOP of products in the backward graph."""
+    total = 0
+    for n in found.nodes(1):
+        if str(n.target).startswith(("aten.mm", "aten.addmm", "aten.bmm")):
+            left: torch.Tensor = n.args["addmm" in str(n.target)].meta["val"]  # type: ignore[union-attr]
+            total += 2 * n.meta["val"].numel() * left.shape[-1]
+    return total
 
 
 @pytest.mark.parametrize(("family", "memory"), [("qwen3_next", "attention"), ("mamba2", "full")])
@@ -109,7 +125,7 @@ def test_a_linear_attention_computed_again_exchanges_nothing_again(family: str, 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "memory"), [("all-to-all", "attention"), ("all-to-all", "full"), ("gather-kv", "full"), ("ring", "full")]
+    ("strategy", "memory"), [("all-to-all", "qkv"), ("all-to-all", "attention"), ("gather-kv", "full"), ("ring", "full")]
 )
 def test_bytes_of_backward_are_the_plan_s(strategy: str, memory: str) -> None:
     found = traced("llama", 96, strategy, memory)
@@ -137,9 +153,10 @@ def held(found: Traced) -> int:
     return sum(x.nbytes for x in values if x.untyped_storage()._cdata not in given)
 
 
-PEAKS = [  # with all nine of these and more, docs/design/0018
+PEAKS = [  # with more of these, docs/design/0018
     ("all-to-all", "none", 64, {}),
     ("ring", "attention", 64, {}),
+    ("balanced-ring", "qkv", 64, {}),
     ("gather-kv", "attention", 64, {}),
     ("ring", "full", 2048, {}),
     ("all-to-all", "attention", 4096, {"outputs": "loss", "tile": 64}),
@@ -156,6 +173,14 @@ def test_what_is_kept_and_what_is_there_at_the_peak_is_what_the_plan_says(
     monkeypatch.setattr(attend, "BLOCK_ELEMENTS", 1 << 16)  # of scores: as small beside all else as in a long sequence
     counted = peak_bytes(found, 4)
     assert counted == pytest.approx(totals.peak_bytes - totals.parameter_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("memory", ["none", "qkv", "attention", "full"])
+def test_what_linear_layers_keep_is_what_the_plan_says(memory: str) -> None:
+    """Also what a convolution's neighbours gave it, and nothing that chunks compute again."""
+    found = traced("qwen3_next", 4096, None, memory)
+    totals = found.compiled.plan.totals
+    assert totals is not None and held(found) == pytest.approx(totals.activation_bytes, rel=0.1)
 
 
 # On the host.
@@ -215,9 +240,10 @@ def test_copies_leave_nothing_behind_and_come_back_a_layer_ahead(memory: str, ea
 
 
 def test_memory_is_a_word_or_an_amount() -> None:
-    assert room("auto") == (None, SAVES) and room("none") == (None, SAVES[:1]) and room("offload") == (None, SAVES[4:])
+    assert room("auto") == (None, SAVES) and room("none") == (None, SAVES[:1]) and room("offload") == (None, SAVES[6:])
+    assert room("qkv") == (None, ("attention operands and output",))
     assert room("40GB") == room(40e9) == (40e9, SAVES)
-    with pytest.raises(AmountError, match="or one of auto, none, attention, full, offload-attention, offload"):
+    with pytest.raises(AmountError, match="or one of auto, none, qkv, attention, full, offload-qkv, offload-attention, offload"):
         autosp.parallelize(lambda x: x, memory="some")
 
 

@@ -78,7 +78,7 @@ def compiled() -> list[tuple[str, int, int, str, str]]:
     """(family, ranks, length, strategy, memory). Every third family once on 2 ranks, strategies and what is kept in turn, and
     llama on one."""
     turns = ("ring", "all-to-all", "balanced-ring", "gather-kv", "ring-a2a")
-    kept = ("attention", "full", "none", "offload-attention")
+    kept = ("attention", "full", "none", "offload-attention", "qkv")
     if FULL:
         return [(f, r, s, k, m) for f in zoo.FAMILIES for r in (2, 3) for s in LENGTHS for k in STRATEGIES[:5] for m in kept]
     few = [("llama", 1, 101, "ring", "attention")]

@@ -32,8 +32,8 @@ TILE_HELP = (
 PLAN_HELP = "a file that `autosp plan --json` wrote"
 MEMORY_HELP = (
     "what is computed again in backward: auto, whatever is fastest and fits; bytes that a device may use, such as 80GB; or of "
-    "every layer none, qkv (all but attention and its projections), attention (all but attention and its exchange) or full (all of "
-    "it), or of these three offload-qkv, offload-attention and offload, with what is kept in the host's memory"
+    "every layer none, qkv (all but attention and its projections), attention (all but attention and its exchange) or full (all "
+    "of it), or of these three offload-qkv, offload-attention and offload, with what is kept in the host's memory"
 )
 MODEL_HELP = "file.py:factory or package.module:factory, returning (module, inputs); or a transformers model type such as llama"
 

@@ -121,12 +121,15 @@ class Layer:
     else.
 
     saved: bytes that backward needs if nothing is computed again; entering: bytes of what enters the layer; around: of what other
-    ranks give beside its sites, for convolutions and shifts. checkpointed: the model itself has it computed again. Bytes beside what all layers keep: held, of gradients at their widest; waiting, of those
-    that are there when an attention's gradient begins; unfinished, of those that are left for the layer before. held_early and
-    waiting_early: where no weight's gradient waits for an exchange, less what is no longer kept. FLOP of products: repeated, of
-    those that backward computes once more in any case, by tiles; unread, of those whose results backward never reads, so that it
-    need not compute them again; projections, of those that it reads for attention's operands alone. by_tiles: the same layer with
-    its feed-forward block by tiles, where that may be chosen.
+    ranks give beside its sites, for convolutions and shifts. checkpointed: the model itself has it computed again.
+
+    Bytes beside what all layers keep: held, of gradients at their widest; waiting, of those that are there when an attention's
+    gradient begins; unfinished, of those that are left for the layer before. held_early and waiting_early: where no weight's
+    gradient waits for an exchange, less what is no longer kept.
+
+    FLOP of products: repeated, of those that backward computes once more in any case, by tiles; unread, of those whose results
+    backward never reads, so that it need not compute them again; projections, of those that it reads for attention's operands
+    alone. by_tiles: the same layer with its feed-forward block by tiles, where that may be chosen.
     """
 
     name: str

@@ -19,7 +19,7 @@ from . import states, steps, volumes
 from .hardware import Hardware
 from .linear_prices import BACK, LINEAR_COSTS
 from .price import Pass, Price, many
-from .problem import on_host, with_operands
+from .problem import SAVES, with_operands
 from .softmax_prices import COSTS, TRAVELLING
 from .states import LinearAttention
 from .symbols import (
@@ -102,7 +102,7 @@ MASKED = 0.75  # of a kernel's rate, where a mask is made and applied for each b
 
 
 # Of a `Price` and of its numbers: what a device keeps, by what backward finds of the layer (`problem.SAVES`).
-_KEPT = {"everything": "saved", "attention operands and output": "operands", "attention output": "output", "layer input": "always"}
+_KEPT = dict(zip(SAVES, ("saved", "operands", "output", "always", "always", "always", "always"), strict=True))
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Cost:
 
     def kept(self, save: str) -> float:
         """Bytes from forward to backward, by what backward finds of the layer (`problem.SAVES`)."""
-        return self.always if on_host(save) else float(getattr(self, _KEPT[save]))
+        return float(getattr(self, _KEPT[save]))
 
     def hosted(self, save: str) -> float:
         """Bytes that are in the host's memory meanwhile."""
@@ -189,7 +189,9 @@ def cost(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware, 
     numbers = tuple(float(v) for v in found)
     linear = isinstance(sizes, LinearAttention)
     price = row(strategy, linear)
-    return Cost(numbers[:5], numbers[5:10], *numbers[10:], linear, price.exchanged, price.late)  # type: ignore[arg-type]
+    saved, held, operands, output, always, resent = numbers[10:]
+    ways = numbers[:5], numbers[5:10]
+    return Cost(*ways, saved, held, operands, output, always, resent, linear, price.exchanged, price.late)  # type: ignore[arg-type]
 
 
 def sent(strategy: str, sizes: Attention | LinearAttention) -> tuple[int, int]:
@@ -202,8 +204,7 @@ def sent(strategy: str, sizes: Attention | LinearAttention) -> tuple[int, int]:
 def kept(strategy: str, sizes: Attention | LinearAttention, save: str) -> float:
     """`Cost.kept`: on any machine the same."""
     price = row(strategy, isinstance(sizes, LinearAttention))
-    term = price.always if on_host(save) else getattr(price, _KEPT[save])
-    return float(term.subs(counted(strategy, sizes)))
+    return float(getattr(price, _KEPT[save]).subs(counted(strategy, sizes)))
 
 
 def bound(strategy: str, sizes: Attention | LinearAttention, hardware: Hardware, dtype: str) -> Values:

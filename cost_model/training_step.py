@@ -15,7 +15,7 @@ from .amounts import shown
 from .hardware import Hardware
 from .linear_programs import linear_ops
 from .messages import Ops
-from .plan import Beside, Exchange, Layer, Plan, PlanError, Totals
+from .plan import Beside, Layer, Plan, PlanError, Totals
 from .planner import BACKWARD, again_seconds, copy_seconds, exchange_seconds, layer_seconds, repeated_seconds
 from .prices import Cost, cost
 from .problem import Decision, Problem, Sizes, on_host, with_operands

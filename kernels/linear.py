@@ -257,7 +257,13 @@ def _states(program: str, local: Sequence[Tensor], found: Tensor) -> tuple[Tenso
 
 
 def _held(
-    program: str, weights: Tensor, states: Tensor, end: Tensor, u: Tensor | None, local: Sequence[Tensor], inputs: Sequence[Tensor]
+    program: str,
+    weights: Tensor,
+    states: Tensor,
+    end: Tensor,
+    u: Tensor | None,
+    local: Sequence[Tensor],
+    inputs: Sequence[Tensor],
 ) -> list[Tensor]:
     """What backward takes of forward's chunks; of a program that removes also u, read, write and through, and the matrix where
     there is one."""

@@ -66,8 +66,9 @@ def tag(graph: fx.Graph, saves: Mapping[str, str], moving: Collection[fx.Node], 
         name, own = layer_of(node), node.meta.get("ac_graph_id")
         save = saves.get(name, "everything")
         if save.startswith("attention"):
-            operand = with_operands(save)
-            node.meta[KEEPS] = Keeps(operand and node in read, not operand, name if on_host(save) else "", operand and read.get(node, False))
+            before = with_operands(save)
+            found = before and node in read
+            node.meta[KEEPS] = Keeps(found, not before, name if on_host(save) else "", found and read[node])
         if on_host(save):
             reads = any(x in moving and layer_of(x) != name for x in operands(node))
             host.mark(node, name, host.READS if reads else host.INSIDE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
@@ -52,6 +53,21 @@ def units(captured: Captured, facts: Facts) -> dict[fx.Node, object]:
     return found
 
 
+@dataclass
+class _Tally:
+    """Of one layer, as `Layer` has it; and what its nodes and its sites need of backward."""
+
+    flop: float = 0.0
+    repeated: float = 0.0
+    traffic: float = 0.0
+    saved: float = 0.0
+    entering: float = 0.0
+    around: float = 0.0
+    checkpointed: bool = False
+    needed: list[fx.Node] = field(default_factory=list)
+    by_sites: list[fx.Node] = field(default_factory=list)
+
+
 def layers(
     captured: Captured,
     facts: Facts,
@@ -67,56 +83,46 @@ def layers(
     """
     hidden = {n for n in tiled if all(u in tiled for u in n.users)}
     within = inside(sites)
-    flop: dict[str, float] = {}
-    repeated: dict[str, float] = {}
-    traffic: dict[str, float] = {}
-    saved: dict[str, float] = {}
-    entering: dict[str, float] = {}
-    around: dict[str, float] = {}
-    moved: set[tuple[fx.Node, Placement]] = set()
+    found: dict[str, _Tally] = {}
     by: dict[fx.Node, float] = {}
     products: dict[fx.Node, float] = {}
-    needed: dict[str, list[fx.Node]] = {}
-    by_sites: dict[str, list[fx.Node]] = {}
     kept: set[fx.Node] = set()
-    again: set[str] = set()  # what the model itself has computed again
+    moved: set[tuple[fx.Node, Placement]] = set()
     fused = FUSED if compiler == "inductor" else 1
     for node in captured.module.graph.nodes:
         if node.op != "call_function" or node not in types.recipes or node in types.lazy or not is_float(node):
             continue
-        name = layer_of(node)
-        for table in (flop, repeated, traffic, saved, entering, around):
-            table.setdefault(name, 0.0)
-        if "recompute" in node.meta:
-            again.add(name)
+        of = found.setdefault(layer_of(node), _Tally())
+        of.checkpointed |= "recompute" in node.meta
         product = product_flop(node)
         if node not in within:
-            own = products[node] = product if not _split(types, node) else product / facts.ranks
-            flop[name] += own
-            repeated[name] += own if node in tiled else 0.0
+            products[node] = product if not _split(types, node) else product / facts.ranks
+            of.flop += products[node]
+            of.repeated += products[node] if node in tiled else 0.0
             if not product and not is_view(node) and types.recipes[node].emit is not never:
                 read = sum(local_bytes(types, facts, x) for x in operands(node) if x in facts.from_data)
-                traffic[name] += (read + local_bytes(types, facts, node)) / fused
-        for x, want in _exchanged(node, types, facts):
-            around[name] += local_bytes(types, facts, x) if (x, want) not in moved else 0.0
-            moved.add((x, want))
+                of.traffic += (read + local_bytes(types, facts, node)) / fused
+        for exchange in _exchanged(node, types, facts):
+            of.around += local_bytes(types, facts, exchange[0]) if exchange not in moved else 0.0
+            moved.add(exchange)
         for source in _needed(node, facts, kept, bool(product) or node in within or node.target in LOSSES):
             if source not in kept and source not in within and source not in hidden:
                 size = local_bytes(types, facts, source) if node not in within else 0.0
-                saved[name] += size
+                of.saved += size
                 by[node] = by.get(node, 0.0) + size
             kept.add(source)
-            entering[name] = entering[name] or local_bytes(types, facts, source)
+            of.entering = of.entering or local_bytes(types, facts, source)
             if source not in hidden:
-                (by_sites if node in within else needed).setdefault(name, []).append(source)
-    read, found = site_operands(sites, facts), []
-    for name, total in flop.items():
-        own, of_sites = needed.get(name, []), by_sites.get(name, [])
-        ways = _again(name, own + of_sites, within), _again(name, own, within | read.keys())
-        most, least = (sum(products.get(n, 0.0) for n in each) for each in ways)
-        parts = {"around": around[name], "repeated": repeated[name], "unread": total - most, "projections": most - least}
-        found.append(Layer(name, total, traffic[name], saved[name], entering[name], checkpointed=name in again, **parts))
-    return tuple(found), by
+                (of.by_sites if node in within else of.needed).append(source)
+    read_by_sites = site_operands(sites, facts)
+    made = []
+    for name, of in found.items():
+        all_of_it = _again(name, of.needed + of.by_sites, within)
+        but_operands = _again(name, of.needed, within | read_by_sites.keys())
+        most, least = (sum(products.get(n, 0.0) for n in each) for each in (all_of_it, but_operands))
+        layer = Layer(name, of.flop, of.traffic, of.saved, of.entering, of.around, of.checkpointed)
+        made.append(replace(layer, repeated=of.repeated, unread=of.flop - most, projections=most - least))
+    return tuple(made), by
 
 
 def _exchanged(node: fx.Node, types: Types, facts: Facts) -> Iterator[tuple[fx.Node, Placement]]:
@@ -124,9 +130,10 @@ def _exchanged(node: fx.Node, types: Types, facts: Facts) -> Iterator[tuple[fx.N
     recipe = types.recipes[node]
     for x, want in recipe.demands if facts.ranks > 1 else ():
         have = types.of(x)
-        if x in facts.differentiable and x in facts.from_data and isinstance(want, Shard) and isinstance(have, Shard):
-            if have.layout.shards != want.layout.shards or isinstance(rule_of(node), Convolution):
-                yield x, want
+        if not (isinstance(want, Shard) and isinstance(have, Shard) and x in facts.differentiable and x in facts.from_data):
+            continue
+        if have.layout.shards != want.layout.shards or isinstance(rule_of(node), Convolution):
+            yield x, want
 
 
 def _again(name: str, needed: Iterable[fx.Node], found: Collection[fx.Node]) -> set[fx.Node]:

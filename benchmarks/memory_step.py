@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node 4 benchmarks/memory_step.py --out memory_step.jsonl
 
-float32, one sequence, causal attention. "attention" keeps layers' inputs and attentions' outputs, "full" layers' inputs alone,
-"none" computes nothing again. Memory is the process's peak over the step above what it held before; gradients are made in it,
-parameters are not.
+float32, one sequence, causal attention. "qkv" keeps layers' inputs and what attentions read and gave, "attention" inputs and what
+attentions gave, "full" inputs alone, "none" computes nothing again. Memory is the process's peak over the step above what it held
+before; gradients are made in it, parameters are not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import autosp
 from benchmarks.timing import arguments, finish, measure, rows, table
 
-KEPT = ("attention", "full", "none")
+KEPT = ("qkv", "attention", "full", "none")
 _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 
 

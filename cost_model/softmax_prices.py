@@ -80,10 +80,12 @@ def _all_to_all() -> Price:
         return Pass(N * each + t * k_0 * call, moved, moved - hides, x * ON_HEADS, far)
 
     again = Max(0, P / H_kv - 1) * T / P * B * H_kv * (D + D_v) * e  # key/value heads that several ranks need
-    saved = SAVED + again + many * ROWS * D_v * e  # all on heads, and what came back
+    rows = Min(1, h_r)  # blocks of rows are computed again, and read neither results nor log-sum-exp
+    operands = SAVED + many * ROWS * D_v * e - rows * ROWS * (many * D_v * e + a)  # results on heads, and what came back
     resent = exchange(queries + both, 3 + (t - 1) * (1 + 2 * y))
-    operands = SAVED + many * ROWS * D_v * e
-    return Price(way("forward"), way("backward"), saved, SAVED, operands, saved, resent=resent, exchanged=True)
+    return Price(
+        way("forward"), way("backward"), operands + again, SAVED, operands, operands + again, resent=resent, exchanged=True
+    )
 
 
 def _gather_kv() -> Price:

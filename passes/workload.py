@@ -87,12 +87,14 @@ def layers(
     by: dict[fx.Node, float] = {}
     products: dict[fx.Node, float] = {}
     kept: set[fx.Node] = set()
+    entered: set[fx.Node] = set()  # values that a layer reads of what is before it
     moved: set[tuple[fx.Node, Placement]] = set()
     fused = FUSED if compiler == "inductor" else 1
     for node in captured.module.graph.nodes:
         if node.op != "call_function" or node not in types.recipes or node in types.lazy or not is_float(node):
             continue
-        of = found.setdefault(layer_of(node), _Tally())
+        name = layer_of(node)
+        of = found.setdefault(name, _Tally())
         of.checkpointed |= "recompute" in node.meta
         product = product_flop(node)
         if node not in within:
@@ -102,6 +104,11 @@ def layers(
             if not product and not is_view(node) and types.recipes[node].emit is not never:
                 read = sum(local_bytes(types, facts, x) for x in operands(node) if x in facts.from_data)
                 of.traffic += (read + local_bytes(types, facts, node)) / fused
+        for x, want in types.recipes[node].demands if name else ():
+            source = behind_views(x)
+            if source not in entered and layer_of(source) != name and x in facts.from_data and x in facts.differentiable:
+                of.entering += _bytes(facts, source, types.of(source) if isinstance(types.of(source), Shard) else want)
+                entered.add(source)
         for exchange in _exchanged(node, types, facts):
             of.around += local_bytes(types, facts, exchange[0]) if exchange not in moved else 0.0
             moved.add(exchange)
@@ -111,7 +118,6 @@ def layers(
                 of.saved += size
                 by[node] = by.get(node, 0.0) + size
             kept.add(source)
-            of.entering = of.entering or local_bytes(types, facts, source)
             if source not in hidden:
                 (of.by_sites if node in within else of.needed).append(source)
     read_by_sites = site_operands(sites, facts)
@@ -315,10 +321,14 @@ def _split(types: Types, node: fx.Node) -> bool:
 
 
 def local_bytes(types: Types, facts: Facts, node: fx.Node) -> float:
+    return _bytes(facts, node, types.of(node) if node in types.recipes else None)
+
+
+def _bytes(facts: Facts, node: fx.Node, placement: Placement | None) -> float:
     value = node.meta.get("val")
     values: Sequence[object] = value if isinstance(value, (tuple, list)) else (value,)
     whole = sum(v.nbytes for v in values if isinstance(v, Tensor))
-    return whole / facts.ranks if node in types.recipes and isinstance(types.of(node), Shard) else float(whole)
+    return whole / facts.ranks if isinstance(placement, Shard) else float(whole)
 
 
 def is_view(node: fx.Node) -> bool:

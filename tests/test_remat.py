@@ -175,10 +175,13 @@ def test_what_is_kept_and_what_is_there_at_the_peak_is_what_the_plan_says(
     assert counted == pytest.approx(totals.peak_bytes - totals.parameter_bytes, rel=0.1)
 
 
-@pytest.mark.parametrize("memory", ["none", "qkv", "attention", "full"])
-def test_what_linear_layers_keep_is_what_the_plan_says(memory: str) -> None:
-    """Also what a convolution's neighbours gave it, and nothing that chunks compute again."""
-    found = traced("qwen3_next", 4096, None, memory)
+KEPT = [(x, None, "qwen3_next") for x in ("none", "qkv", "attention", "full")]  # a convolution's neighbours, chunks
+KEPT += [("qkv", "all-to-all", "t5"), ("attention", "all-to-all", "bert"), ("full", "ring", "vit"), ("qkv", "ring", "gpt_neox")]
+
+
+@pytest.mark.parametrize(("memory", "strategy", "family"), KEPT)
+def test_what_a_family_keeps_is_what_the_plan_says(memory: str, strategy: str | None, family: str) -> None:
+    found = traced(family, 2048, strategy, memory)
     totals = found.compiled.plan.totals
     assert totals is not None and held(found) == pytest.approx(totals.activation_bytes, rel=0.1)
 

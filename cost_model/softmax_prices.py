@@ -83,9 +83,8 @@ def _all_to_all() -> Price:
     rows = Min(1, h_r)  # blocks of rows are computed again, and read neither results nor log-sum-exp
     operands = SAVED + many * ROWS * D_v * e - rows * ROWS * (many * D_v * e + a)  # results on heads, and what came back
     resent = exchange(queries + both, 3 + (t - 1) * (1 + 2 * y))
-    return Price(
-        way("forward"), way("backward"), operands + again, SAVED, operands, operands + again, resent=resent, exchanged=True
-    )
+    arrived = operands + again
+    return Price(way("forward"), way("backward"), arrived, SAVED, operands, arrived, resent=resent, exchanged=True)
 
 
 def _gather_kv() -> Price:

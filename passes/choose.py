@@ -14,7 +14,7 @@ from ..cost_model.volumes import Attention
 from ..kernels.layout import head_tail
 from ..kernels.sight import Causal, Everything
 from .capture import source_line
-from .detect import SDPA, Region, Use, module_path
+from .detect import SDPA, Region, Use, layer_of, module_path
 from .facts import Facts
 from .mask import BatchSight
 from .place import Types
@@ -24,7 +24,6 @@ from .rules.base import Recipe
 from .rules.linear import STATE
 from .sites import SiteContext, batch
 from .strategies import LOWERINGS
-from .workload import layer_of
 
 STRATEGIES = tuple(dict.fromkeys([*LOWERINGS, *RECURRENT]))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from ..cost_model.plan import numbered
 from ..kernels.layout import Layout
 from .capture import Captured
 from .facts import Facts, is_random
@@ -330,4 +331,9 @@ def module_path(node: fx.Node) -> str:
     return path or "attention"
 
 
-__all__ = ["Axes", "Region", "Use", "module_path", "regions"]
+def layer_of(node: fx.Node) -> str:
+    """The part of the model a node belongs to: the path of its module up to the first number."""
+    return numbered(module_path(node))
+
+
+__all__ = ["Axes", "Region", "Use", "layer_of", "module_path", "regions"]

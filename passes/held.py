@@ -15,13 +15,13 @@ import torch
 from torch import fx
 
 from ..cost_model.plan import Layer
-from . import workload
+from . import needs, workload
 from .capture import Captured
-from .detect import Region
+from .detect import Region, layer_of
 from .facts import Facts, is_float
 from .place import Types
 from .recurrence import Recurrent
-from .relation import operands, shape
+from .relation import is_view, operands, shape
 from .tile import Wide
 
 aten = torch.ops.aten
@@ -44,12 +44,12 @@ def layers(
     parts: dict[str, list[fx.Node]] = {layer.name: [] for layer in found}
     for node in captured.module.graph.nodes:
         if node.op == "call_function" and node in types.recipes and node not in types.lazy:
-            parts.setdefault(workload.layer_of(node), []).append(node)
-    inside = workload.inside(sites)
+            parts.setdefault(layer_of(node), []).append(node)
+    inside = needs.inside(sites)
     ends = {site.closing if isinstance(site, Region) else site.node for site in sites}
     sums: dict[str, float] = {}
     for region, rows in tiled:
-        name = workload.layer_of(region.nodes[0])
+        name = layer_of(region.nodes[0])
         count = -(-max(region.layout.sizes) // rows)
         sums[name] = sums.get(name, 0.0) + 4 / 3 * count * _sums(region)  # read, added, written; a third of a layer's is forward
     made = []
@@ -128,7 +128,7 @@ class _Backward:
     def _pass(self, node: fx.Node) -> None:
         """From a value to its operands: that of a view or of a sum as it is."""
         own, extra = self.gradients.pop(node), 0.0
-        passed = workload.is_view(node) or getattr(node.target, "overloadpacket", None) is aten.add
+        passed = is_view(node) or getattr(node.target, "overloadpacket", None) is aten.add
         for x in filter(self._learns, operands(node)):
             made = self._made(node, x)
             if x in self.gradients:
@@ -136,7 +136,7 @@ class _Backward:
             elif passed and made[2] == own[2]:
                 made = own
             self.gradients[x] = made
-        if node.target in workload.LOSSES:
+        if node.target in needs.LOSSES:
             extra = workload.local_bytes(self.types, self.facts, operands(node)[0])  # of the logarithms' and of the logits
         product = bool(workload.product_flop(node))
         self.gone += product * self.saved.get(node, 0.0)  # its weight's gradient comes first

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ..kernels import host  # noqa: F401  registers the operators
-from .workload import behind_views, is_view
+from .relation import behind_views, is_view
 
 aten = torch.ops.aten
 MARK = "autosp: on host"  # in meta["custom"], which AOTAutograd hands on: (layer, role)

@@ -14,7 +14,7 @@ from ..cost_model.problem import Decide, Decision, Layer, Problem
 from ..kernels.errors import AutospError
 from ..kernels.layout import Layout, contiguous, head_tail
 from ..kernels.linear import TOKENS
-from . import choose, detect, facts, held, place, remat, tile, wide, workload
+from . import choose, detect, facts, held, needs, place, remat, tile, wide, workload
 from .capture import Captured, capture, source_line
 from .count import collectives
 from .lower import Lowering, lower
@@ -106,7 +106,7 @@ def compile_captured(captured: Captured, spread: Spread, settings: Settings, dec
     tiled = [*made.tiled, *(each for each in made.offered if _layer(each) in decision.tiles)]
     for region, rows in tiled:
         tile.settle(region, rows, known, types)
-    read = workload.site_operands([*made.regions, *made.recurrent], known)
+    read = needs.site_operands([*made.regions, *made.recurrent], known)
     remat.tag(captured.module.graph, decision.saves, known.from_data & known.differentiable, read)
     decisions = place.decide(captured, known, types, settings.outputs == "gather")
     module, low = lower(captured, known, decisions, spread)
@@ -202,7 +202,7 @@ def _layers(
 
 def _layer(each: tuple[tile.Wide, int]) -> str:
     """The layer that a region is in; "" where it is in several or in none."""
-    names = {workload.layer_of(n) for n in each[0].nodes}
+    names = {detect.layer_of(n) for n in each[0].nodes}
     return names.pop() if len(names) == 1 else ""
 
 

@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import fx
 
 from .placement import Shard
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,19 @@ def operands(node: fx.Node) -> list[fx.Node]:
     visit(node.args)
     visit(node.kwargs)
     return found
+
+
+def is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or node.target in _FREE)
+
+
+_FREE = {aten.reshape.default, aten._unsafe_view.default, aten.contiguous.default, aten.detach.default, aten.alias.default}
+
+
+def behind_views(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and is_view(node) and operands(node):
+        node = operands(node)[0]
+    return node
 
 
 def operand_shape(node: fx.Node, i: int) -> tuple[int, ...]:

@@ -19,9 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..cost_model.problem import on_host, with_operands
 from ..kernels import attend, blocks, comm  # noqa: F401  registers the operators
 from . import host
-from .detect import SDPA
+from .detect import SDPA, layer_of
 from .relation import operands
-from .workload import layer_of
 
 KEEPS = "keeps"  # in the meta of global nodes of a layer whose attention's output is kept: `Keeps`
 _REPEATED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)

@@ -24,10 +24,10 @@ from .facts import Facts, is_random
 from .place import Types
 from .placement import Partial, Shard
 from .recurrence import Recurrent
-from .relation import operands, shape
+from .relation import is_view, operands, shape
 from .rules.base import argument
 from .tile import NotLocal, TileBuilder, Wide
-from .workload import is_view, product_flop
+from .workload import product_flop
 
 aten = torch.ops.aten
 

@@ -1,40 +1,34 @@
-"""What a rank does beside its attention sites, read off the typed graph: work, memory traffic, what backward needs, by layer.
+"""What a rank does beside its attention sites, read off the typed graph: work, memory traffic, what it keeps for
+backward, by layer.
 
 It is an estimate, for totals and for the choice of what to save: FLOP of products are exact, traffic takes each other
-operator to read its operands and write its result once. Backward needs what products and sites read, and what operators that are
-not linear read, unless that follows element by element from something it needs anyway.
+operator to read its operands and write its result once. `needs` says what backward reads.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
 
-from ..cost_model.plan import numbered
 from ..cost_model.problem import Exchange, Layer
 from .capture import Captured
-from .detect import Region, module_path
+from .detect import Region, layer_of
 from .facts import Facts, is_float
+from .needs import LOSSES, again, inside, needed, site_operands
 from .place import Types
 from .placement import Partial, Placement, Shard
 from .recurrence import Recurrent
-from .relation import operands, shape
-from .rules import pointwise, rule_of
+from .relation import behind_views, is_view, operands, shape
+from .rules import rule_of
 from .rules.base import never
 from .rules.convolution import Convolution
 
 aten = torch.ops.aten
 FUSED = 4  # operators that a compiled kernel holds, so that only their first inputs and last results meet memory (assumed)
-
-
-def layer_of(node: fx.Node) -> str:
-    """The part of the model a node belongs to: the path of its module up to the first number."""
-    return numbered(module_path(node))
 
 
 def units(captured: Captured, facts: Facts) -> dict[fx.Node, object]:
@@ -107,12 +101,12 @@ def layers(
         for x, want in types.recipes[node].demands if name else ():
             source = behind_views(x)
             if source not in entered and layer_of(source) != name and x in facts.from_data and x in facts.differentiable:
-                of.entering += _bytes(facts, source, types.of(source) if isinstance(types.of(source), Shard) else want)
+                of.entering += min(local_bytes(types, facts, source), _bytes(facts, source, want))
                 entered.add(source)
         for exchange in _exchanged(node, types, facts):
             of.around += local_bytes(types, facts, exchange[0]) if exchange not in moved else 0.0
             moved.add(exchange)
-        for source in _needed(node, facts, kept, bool(product) or node in within or node.target in LOSSES):
+        for source in needed(node, facts, kept, bool(product) or node in within or node.target in LOSSES):
             if source not in kept and source not in within and source not in hidden:
                 size = local_bytes(types, facts, source) if node not in within else 0.0
                 of.saved += size
@@ -123,8 +117,8 @@ def layers(
     read_by_sites = site_operands(sites, facts)
     made = []
     for name, of in found.items():
-        all_of_it = _again(name, of.needed + of.by_sites, within)
-        but_operands = _again(name, of.needed, within | read_by_sites.keys())
+        all_of_it = again(name, of.needed + of.by_sites, within)
+        but_operands = again(name, of.needed, within | read_by_sites.keys())
         most, least = (sum(products.get(n, 0.0) for n in each) for each in (all_of_it, but_operands))
         layer = Layer(name, of.flop, of.traffic, of.saved, of.entering, of.around, of.checkpointed)
         made.append(replace(layer, repeated=of.repeated, unread=of.flop - most, projections=most - least))
@@ -140,101 +134,6 @@ def _exchanged(node: fx.Node, types: Types, facts: Facts) -> Iterator[tuple[fx.N
             continue
         if have.layout.shards != want.layout.shards or isinstance(rule_of(node), Convolution):
             yield x, want
-
-
-def _again(name: str, needed: Iterable[fx.Node], found: Collection[fx.Node]) -> set[fx.Node]:
-    """Nodes of a layer that backward computes again for what it needs, from what it finds and from what other layers read."""
-    again: set[fx.Node] = set()
-    ahead = list(needed)
-    while ahead:
-        node = ahead.pop()
-        if node in again or node in found or node.op != "call_function" or layer_of(node) != name:
-            continue
-        if all(user.op == "output" or layer_of(user) == name for user in node.users):
-            again.add(node)
-            ahead += operands(node)
-    return again
-
-
-def site_operands(sites: Iterable[Region | Recurrent], facts: Facts) -> dict[fx.Node, bool]:
-    """What sites read that a batch and a gradient go through, before anything is exchanged; and whether it is part of something
-    larger, which would have to be kept whole."""
-    whole: dict[fx.Node, dict[fx.Node, None]] = {}
-    for site in sites:
-        for x in [x for x, _ in site.leaves] if isinstance(site, Region) else operands(site.node):
-            if is_float(x) and x in facts.from_data and x in facts.differentiable:
-                whole.setdefault(_storage(x), {})[x] = None
-    found = {}
-    for base, parts in whole.items():
-        part = sum(_elements(x) for x in parts) < _elements(base)
-        found.update({(x if part else behind_views(x)): part for x in parts})
-    return found
-
-
-def _storage(node: fx.Node) -> fx.Node:
-    """The value whose memory a view shares; one of several results of a split too."""
-    while (base := behind_views(node)).target is operator.getitem and operands(base)[0].target in _SPLITS:
-        node = operands(operands(base)[0])[0]
-    return base
-
-
-def _elements(node: fx.Node) -> int:
-    return math.prod(shape(node))
-
-
-_SPLITS = {
-    aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int,
-    aten.tensor_split.sections, aten.tensor_split.indices,
-}  # fmt: skip
-
-
-def inside(sites: Iterable[Region | Recurrent]) -> set[fx.Node]:
-    """The nodes that sites are made of."""
-    found = {n for site in sites if isinstance(site, Region) for n, _ in site.interior}
-    return found | {site.closing if isinstance(site, Region) else site.node for site in sites}
-
-
-def _needed(node: fx.Node, facts: Facts, kept: set[fx.Node], materialized: bool) -> list[fx.Node]:
-    """Values that the gradient of a node reads, of those that a batch and a gradient go through. materialized: as they are."""
-    xs = [x for x in operands(node) if x in facts.differentiable]
-    data = [x for x in xs if x in facts.from_data]
-    if materialized:
-        return [behind_views(x) for x in data]
-    packet = getattr(node.target, "overloadpacket", None)
-    if is_view(node) or packet in _LINEAR or (packet in _BILINEAR and len(xs) < 2):
-        return []
-    return [source for x in data if not _follows(source := _behind(x, facts), facts, kept)]
-
-
-def _behind(node: fx.Node, facts: Facts) -> fx.Node:
-    """What a value follows from element by element, where that is one value."""
-    while node.op == "call_function" and (is_view(node) or _elementwise(node)):
-        xs = [x for x in operands(node) if x in facts.from_data and is_float(x)]
-        if len(xs) != 1:
-            break
-        node = xs[0]
-    return node
-
-
-def _follows(node: fx.Node, facts: Facts, kept: set[fx.Node], depth: int = 4) -> bool:
-    """Whether a value follows element by element from values that are kept."""
-    if node in kept:
-        return True
-    xs = [x for x in operands(node) if x in facts.from_data and is_float(x)] if _elementwise(node) and depth else []
-    return bool(xs) and all(_follows(_behind(x, facts), facts, kept, depth - 1) for x in xs)
-
-
-def _elementwise(node: fx.Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in pointwise.RULES
-
-
-_BILINEAR = {aten.mul, aten.div}
-_LINEAR = {
-    aten.add, aten.sub, aten.neg, aten.sum, aten.mean, aten.cat, aten.stack, aten._to_copy, aten.to, aten.clone,
-    aten.index_select, aten.embedding, aten.pad, aten.constant_pad_nd, aten.roll, aten.flip,
-    aten.slice_scatter, aten.select_scatter, aten.where, aten.masked_fill,
-    aten.dropout,  # its mask is drawn again
-}  # fmt: skip
 
 
 def exchanges(captured: Captured, facts: Facts, types: Types, world: int, zero: bool) -> tuple[Exchange, ...]:
@@ -302,7 +201,6 @@ def _einsum(node: fx.Node) -> float:
     return 2.0 * math.prod(sizes.values())
 
 
-LOSSES = {aten.cross_entropy_loss.default, aten._log_softmax.default, aten.log_softmax.int}
 _PRODUCTS = {
     **dict.fromkeys((aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default), _product(0)),
     **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), _product(1)),
@@ -329,16 +227,3 @@ def _bytes(facts: Facts, node: fx.Node, placement: Placement | None) -> float:
     values: Sequence[object] = value if isinstance(value, (tuple, list)) else (value,)
     whole = sum(v.nbytes for v in values if isinstance(v, Tensor))
     return whole / facts.ranks if isinstance(placement, Shard) else float(whole)
-
-
-def is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or node.target in _FREE)
-
-
-_FREE = {aten.reshape.default, aten._unsafe_view.default, aten.contiguous.default, aten.detach.default, aten.alias.default}
-
-
-def behind_views(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and is_view(node) and operands(node):
-        node = operands(node)[0]
-    return node

@@ -34,6 +34,7 @@ _SAVED = (
     torch.ops.asp.block_attention.default,
     torch.ops.asp.attend.default,
 )
+_WHOLE = (comm.gather, comm.gather_varying)  # as long as the sequence: never kept
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def keep(made: Iterable[fx.Node], result: fx.Node, keeps: Keeps) -> None:
     """Of the local nodes that a node of such a layer became: what attention gave must be saved, and what it read."""
     for node in made:
         given = node.target in _SAVED and (keeps.exchanged or node.target is not comm.to_heads)
-        if "recompute" in node.meta and (given or (keeps.result and node is result)):
+        read = keeps.result and node is result and node.target not in _WHOLE
+        if "recompute" in node.meta and (given or read):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             if keeps.layer:
                 host.mark(node, keeps.layer, host.KEPT)

@@ -24,7 +24,7 @@ from .form import along_columns
 from .mask import BatchSight, Sights
 from .placement import Placement, Shard, V
 from .program import Heads, ProgramBuilder
-from .relation import shape
+from .relation import operands, shape
 from .rules.base import Builder, Recipe, argument
 
 aten = torch.ops.aten
@@ -176,7 +176,13 @@ def strips_of(region: Region, sight: Sight) -> int:
 
 def covered(region: Region, ctx: SiteContext, sights: tuple[type, ...]) -> bool:
     """Whether torch's attention on whole rows is all of a region, under one of these masks."""
-    return region.closing.target is SDPA and isinstance(ctx.sight(region), sights)
+    return region.closing.target is SDPA and isinstance(ctx.sight(region), sights) and fused(region)
+
+
+def fused(region: Region) -> bool:
+    """Whether torch's attention keeps no scores: on CPU its fused kernel takes values only as wide as keys."""
+    q, _, v = operands(region.closing)[:3]
+    return q.meta["val"].device.type != "cpu" or shape(q)[-1] == shape(v)[-1]
 
 
 def _counted(region: Region, ctx: SiteContext) -> Sight | None:
@@ -343,7 +349,7 @@ def _direct(
 ) -> fx.Node | None:
     """scaled_dot_product_attention itself, when no mask or all of a causal one applies to the rows at hand."""
     node = region.closing
-    if node.target is not SDPA or argument(node, "dropout_p", 0.0):
+    if node.target is not SDPA or argument(node, "dropout_p", 0.0) or not fused(region):
         return None
     if heads.count == 0:
         return None  # torch's gradient of an empty attention does not depend on the cotangent: its collectives would move

@@ -177,6 +177,7 @@ def test_what_is_kept_and_what_is_there_at_the_peak_is_what_the_plan_says(
 
 KEPT = [(x, None, "qwen3_next") for x in ("none", "qkv", "attention", "full")]  # a convolution's neighbours, chunks
 KEPT += [("qkv", "all-to-all", "t5"), ("attention", "all-to-all", "bert"), ("full", "ring", "vit"), ("qkv", "ring", "gpt_neox")]
+KEPT += [("attention", "all-to-all", "deepseek_v3")]  # values are less wide than keys
 
 
 @pytest.mark.parametrize(("memory", "strategy", "family"), KEPT)

@@ -8,6 +8,7 @@ right too. Outside tracing nothing changes.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 import types
@@ -63,22 +64,33 @@ def _wrap(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def experts(self: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not torch.compiler.is_dynamo_compiling():
             return function(self, hidden_states, top_k_index, top_k_weights)
-        names = _parameter_names(self)
-        key = _key_of(self, function)
+        names = _parameter_names(id(self))
+        key = _key_of(id(self), function)
         weights = [getattr(self, name) for name in names]
         return torch.ops.asp.token_local([hidden_states, top_k_index, top_k_weights], weights, key)
 
     return experts
 
 
-@torch.compiler.assume_constant_result
-def _parameter_names(module: torch.nn.Module) -> list[str]:
-    return [name for name, _ in module.named_parameters(recurse=False)]
+# To functions of constants torch 2.11 hands no modules: they are named by their addresses.
+_modules: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
+
+
+def _module(address: int) -> torch.nn.Module:
+    if address not in _modules:
+        _modules.update({id(x): x for x in gc.get_objects() if issubclass(type(x), torch.nn.Module)})
+    return _modules[address]
 
 
 @torch.compiler.assume_constant_result
-def _key_of(module: torch.nn.Module, function: Callable[..., Tensor]) -> str:
-    """Register `function` on `module`, with its parameters as arguments, and name it."""
+def _parameter_names(address: int) -> list[str]:
+    return [name for name, _ in _module(address).named_parameters(recurse=False)]
+
+
+@torch.compiler.assume_constant_result
+def _key_of(address: int, function: Callable[..., Tensor]) -> str:
+    """Register `function` on a module, with its parameters as arguments, and name it."""
+    module = _module(address)
     names = [name for name, _ in module.named_parameters(recurse=False)]
     held = weakref.ref(module)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,21 @@ def tracing() -> Iterator[None]:
 _IGNORED = "ignore_logging_functions" if hasattr(torch._dynamo.config, "ignore_logging_functions") else "ignore_logger_methods"
 
 
-def _quiet() -> frozenset[Callable[..., Any]]:
+class _Functions(list[Callable[..., Any]]):
+    """Functions that JSON writes as an empty list: torch 2.11 writes this setting to a log, and reports an error if it cannot."""
+
+    def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
+        super().__init__()
+        self._functions = frozenset(functions)
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        return iter(self._functions)
+
+    def __contains__(self, function: object) -> bool:
+        return function in self._functions
+
+
+def _quiet() -> _Functions:
     """Logging calls that models make in forward, which would break the graph."""
     quiet = set(getattr(torch._dynamo.config, _IGNORED))
     quiet |= {getattr(logging.Logger, name) for name in ("debug", "info", "warning", "error")}
@@ -205,7 +219,7 @@ def _quiet() -> frozenset[Callable[..., Any]]:
         method = getattr(logging.Logger, name, None)  # transformers adds these to the standard logger
         if method is not None:
             quiet.add(method)
-    return frozenset(quiet)  # torch 2.11 tries to sort a plain set of functions for its log
+    return _Functions(quiet)
 
 
 def _explain(error: Exception) -> str:

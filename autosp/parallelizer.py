@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -197,18 +197,16 @@ def tracing() -> Iterator[None]:
 _IGNORED = "ignore_logging_functions" if hasattr(torch._dynamo.config, "ignore_logging_functions") else "ignore_logger_methods"
 
 
-class _Functions(list[Callable[..., Any]]):
-    """Functions that JSON writes as an empty list: torch 2.11 writes this setting to a log, and reports an error if it cannot."""
+class _Functions(str):
+    """Functions that JSON writes as a word: torch 2.11 writes this setting to a log, and reports an error if it cannot."""
 
-    def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
-        super().__init__()
-        self._functions = frozenset(functions)
+    functions: frozenset[Callable[..., Any]] = frozenset()
 
-    def __iter__(self) -> Iterator[Callable[..., Any]]:
-        return iter(self._functions)
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.functions)
 
     def __contains__(self, function: object) -> bool:
-        return function in self._functions
+        return function in self.functions
 
 
 def _quiet() -> _Functions:
@@ -219,7 +217,9 @@ def _quiet() -> _Functions:
         method = getattr(logging.Logger, name, None)  # transformers adds these to the standard logger
         if method is not None:
             quiet.add(method)
-    return _Functions(quiet)
+    found = _Functions("functions that log")
+    found.functions = frozenset(quiet)
+    return found
 
 
 def _explain(error: Exception) -> str:

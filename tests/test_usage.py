@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import io
+import logging
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lowered import trace
 from models import MODELS
 from models_common import first_layer
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from autosp.kernels.layout import contiguous
 from pool import Pool
 
 VOCAB, HIDDEN = 50, 16
+LOG = logging.getLogger(__name__)
 
 
 class TokenMLP(nn.Module):
@@ -38,6 +41,19 @@ class TokenMLP(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.down(self.up(self.embed(ids)).tanh())
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+class Talking(TokenMLP):
+    """Logs at every call, as models of transformers do."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        LOG.warning("a batch of %d", ids.shape[0])
+        return super().forward(ids, labels)
+
+
+def test_a_model_may_log() -> None:
+    ids = torch.zeros(2, 12, dtype=torch.long)
+    trace(Talking(), {"ids": ids, "labels": ids}, 2, backward=False)
 
 
 GROUP_AT_IMPORT = dist.is_initialized()

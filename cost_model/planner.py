@@ -231,23 +231,25 @@ def _ways(problem: Problem, layer: Layer, sites: Sequence[SiteProblem], layout: 
             again = again_seconds(save, layer, costs, hardware, problem.dtype) + sum(c.again(save) for c in costs)
             kept = kept_bytes(save, layer) + sum(c.kept(save) for c in costs)
             late = problem.ranks > 1 and (not costs or any(c.late[not whole] for c in costs))
-            held = problem.returned + _held(problem, layer, costs, late)
+            late &= not (save.startswith("layer input") and layer.around)  # nothing travels beside a convolution's exchange
+            held = problem.returned + _held(problem, layer, costs, late, save)
             # One layer at a time is computed again, maybe before the one after it is done; what the next one finds on the host
             # arrives meanwhile.
-            more = 0.0 if whole else layer.saved + sum(c.saved for c in costs) + late * layer.unfinished - kept
+            more = 0.0 if whole else layer.saved + sum(c.passing for c in costs) + late * layer.unfinished - kept
             hosted = hosted_bytes(save, layer, costs)
             copies = sum(copy_seconds(save, layer, costs, hardware, problem.dtype))
             found.append(_Way(picks, save, once + again + copies, kept, held + more + hosted, hosted))
     return tuple(_undominated(found))
 
 
-def _held(problem: Problem, layer: Layer, costs: Sequence[Cost], late: bool) -> float:
+def _held(problem: Problem, layer: Layer, costs: Sequence[Cost], late: bool, save: str) -> float:
     """Bytes of gradients and of what an attention works with, at the widest moment of a layer's backward. If weights' gradients
     are not late, head and loss are done with all that they kept."""
+    works = [c.held + c.made(save) for c in costs]
     if late:
-        return max(layer.held, *(layer.waiting + c.held for c in costs), 0.0)
+        return max(layer.held, *(layer.waiting + work for work in works), 0.0)
     after = sum(x.saved for x in problem.layers if not x.name) if layer.name else 0.0
-    return max(layer.held_early, *(layer.waiting_early + c.held for c in costs), 0.0) - after
+    return max(layer.held_early, *(layer.waiting_early + work for work in works), 0.0) - after
 
 
 def allowed(layer: Layer, saves: tuple[str, ...]) -> tuple[str, ...]:

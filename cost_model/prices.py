@@ -148,6 +148,20 @@ class Cost:
         """Bytes that are in the host's memory meanwhile."""
         return self.kept(save.removesuffix(" on host")) - self.kept(save)
 
+    @property
+    def passing(self) -> float:
+        """Bytes that are there before and after its own backward, of a layer that is computed again: without a linear attention's
+        chunks."""
+        return self.operands if self.linear else self.saved
+
+    def made(self, save: str) -> float:
+        """Bytes that a linear attention's backward makes again for itself; if states travel meanwhile, the layer before may be
+        computed again too, and operands are there twice."""
+        if not self.linear or save == "everything":
+            return 0.0
+        kept = self.kept(save.removesuffix(" on host"))
+        return self.saved - (max(kept, self.operands) if self.exchanged else kept)
+
     def again(self, save: str) -> float:
         """Seconds that backward takes to compute again what it does not find."""
         if save == "everything":

@@ -373,7 +373,8 @@ def brute_force(problem: Problem, planner: Planner) -> float:
                 }[what]
                 kept, more = found + (layer.saved if save == "everything" else layer.entering), 0.0
                 if save != "everything":
-                    more = layer.saved + c.saved
+                    there = max(c.kept(what), c.operands) if c.exchanged else c.kept(what)
+                    more = layer.saved + (c.operands + c.saved - there if c.linear else c.saved)
                 if host:
                     assert planner.hardware.host is not None
                     copied, kept = kept - c.always, c.always

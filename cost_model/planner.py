@@ -232,6 +232,7 @@ def _ways(problem: Problem, layer: Layer, sites: Sequence[SiteProblem], layout: 
             kept = kept_bytes(save, layer) + sum(c.kept(save) for c in costs)
             late = problem.ranks > 1 and (not costs or any(c.late[not whole] for c in costs))
             late &= not (save.startswith("layer input") and layer.around)  # nothing travels beside a convolution's exchange
+            late |= on_host(save)  # copies travel beside what others compute, as exchanges do
             held = problem.returned + _held(problem, layer, costs, late, save)
             # One layer at a time is computed again, maybe before the one after it is done; what the next one finds on the host
             # arrives meanwhile.

@@ -124,7 +124,8 @@ def _linear_all_to_all() -> Price:
 
     resent = exchange(x * (1 - 1 / n_x), n_x - 1)  # all but results
     forward, backward = way(ONE, F_f, tau), way(BACK, F_b, tau_b)
-    return Price(forward, backward, FOUND + s_c, s_b + 2 * TOKENS + relaid, FOUND, FOUND, OUTPUT, resent, True, (False, False))
+    saved, held, late = FOUND + s_c, s_b + 2 * TOKENS + relaid, (False, False)
+    return Price(forward, backward, saved, held, FOUND, FOUND, OUTPUT, resent=resent, exchanged=True, late=late)
 
 
 LINEAR_COSTS: dict[str, Price] = {

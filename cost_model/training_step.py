@@ -196,21 +196,22 @@ class _Clock:
         self.at = [first + end for end in line.ends]
 
     def compute(self, name: str, what: str, seconds: float) -> None:
-        def ops() -> list[Op]:
-            made = Ops(self.hardware, self.ranks)
+        def fill(ops: Ops) -> None:
             for rank in range(self.ranks):
-                made.compute(rank, what, seconds)
-            return made.ops
+                ops.compute(rank, what, seconds)
 
-        if seconds > 0:
-            self.run(name, (what, seconds), ops)
+        self._alike(name, what, seconds, fill)
 
     def exchange(self, name: str, what: str, seconds: float) -> None:
         """Of all ranks, not looked into."""
+        self._alike(name, what, seconds, lambda ops: ops.whole(what, seconds))
+
+    def _alike(self, name: str, what: str, seconds: float, fill: Callable[[Ops], None]) -> None:
+        """What takes every rank as long, if it takes time."""
 
         def ops() -> list[Op]:
             made = Ops(self.hardware, self.ranks)
-            made.whole(what, seconds)
+            fill(made)
             return made.ops
 
         if seconds > 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
@@ -120,8 +120,12 @@ def layers(
         all_of_it = again(name, of.needed + of.by_sites, within)
         but_operands = again(name, of.needed, within | read_by_sites.keys())
         most, least = (sum(products.get(n, 0.0) for n in each) for each in (all_of_it, but_operands))
-        layer = Layer(name, of.flop, of.traffic, of.saved, of.entering, of.around, of.checkpointed)
-        made.append(replace(layer, repeated=of.repeated, unread=of.flop - most, projections=most - least))
+        made.append(
+            Layer(
+                name, of.flop, of.traffic, of.saved, of.entering, of.around, of.checkpointed,
+                repeated=of.repeated, unread=of.flop - most, projections=most - least,
+            )
+        )  # fmt: skip
     return tuple(made), by
 
 

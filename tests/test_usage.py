@@ -53,7 +53,7 @@ class Talking(TokenMLP):
 
 def test_a_model_may_log() -> None:
     ids = torch.zeros(2, 12, dtype=torch.long)
-    trace(Talking(), {"ids": ids, "labels": ids}, 2, backward=False)
+    assert trace(Talking(), {"ids": ids, "labels": ids}, 2, backward=False).compiled.plan.ranks == 2
 
 
 GROUP_AT_IMPORT = dist.is_initialized()
